@@ -3,7 +3,6 @@
 from functools import cache
 
 from gpt_pretrain.plan.forecast import Plan, build_plan
-from gpt_pretrain.plan.machine import planned_launch
 from tests.refusals import compose_quickly
 
 # What ran by default up to 2026-11-21: measurements of those days are of it.
@@ -29,4 +28,4 @@ EP4 = "model.expert_model_parallel_size=4"
 def plan_of(*overrides: str) -> Plan:
     """The plan of a run; the rules are not asked. Tests share plans and change none."""
     config = compose_quickly(["data=mock", *overrides])
-    return build_plan(config, planned_launch(config))
+    return build_plan(config)

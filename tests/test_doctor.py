@@ -8,7 +8,6 @@ from gpt_pretrain.doctor.console import print_verdict
 from gpt_pretrain.doctor.facts import (
     Apex,
     Application,
-    Blocks,
     Driver,
     Facts,
     Failure,
@@ -19,6 +18,7 @@ from gpt_pretrain.doctor.facts import (
     TorchAO,
     TransformerEngine,
 )
+from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict, platform_of
 from gpt_pretrain.rules.gate import load_config
 from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE, spec_of

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.doctor.__main__ import main
-from gpt_pretrain.doctor.facts import Failure, run_probes
+from gpt_pretrain.doctor.facts import Failure
+from gpt_pretrain.doctor.probe import run_probes
 from tests.launching import REPOSITORY, clean_environment, gpu_environment
 
 # Without nvidia-smi a machine has no driver, also where these tests hide its GPUs from PyTorch alone.
@@ -137,13 +138,13 @@ def test_missing_packages_are_told_with_the_commands_that_install_them(bare_pyth
 
 
 def test_probes_that_share_a_gpu_run_one_after_the_other(tmp_path, monkeypatch):
-    """In place of Python a program that notes when it begins and ends."""
+    """In place of Python a program that notes when it begins and ends, and pickles the probe's name."""
     log, fake = tmp_path / "log", tmp_path / "python"
     fake.write_text(
         f"""#!/bin/sh
         echo "begin $3" >>{log}
         sleep 0.5
-        echo '{{"found": {{"name": "'$3'"}}}}' >"$4"
+        printf "S'$3'\\n." >"$4"
         echo "end $3" >>{log}
         """
     )
@@ -152,7 +153,7 @@ def test_probes_that_share_a_gpu_run_one_after_the_other(tmp_path, monkeypatch):
 
     answers = run_probes([["torch", "transformer_engine", "application"], ["driver"]])
 
-    assert answers == {name: {"name": name} for name in ("torch", "transformer_engine", "application", "driver")}
+    assert answers == {name: name for name in ("torch", "transformer_engine", "application", "driver")}
     on_gpu = [event for event in log.read_text().splitlines() if not event.endswith("driver")]
     assert on_gpu == [
         f"{what} {name}" for name in ("torch", "transformer_engine", "application") for what in ("begin", "end")

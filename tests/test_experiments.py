@@ -10,7 +10,6 @@ from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
-from gpt_pretrain.plan.machine import planned_launch
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
@@ -105,7 +104,7 @@ def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8
     overrides = [f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"]
     assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []
     config = load_config(overrides)
-    planned = build_plan(config, planned_launch(config))
+    planned = build_plan(config)
     assert planned.memory.fits
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
     in_fp8 = {product.module for product in planned.products if product.precision.startswith("FP8")}
@@ -117,7 +116,7 @@ def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
     overrides = ["experiment=mixtral_8x7b_8gpu", f"fp8={fp8}", "plan.gpu=h200"]
     assert broken_rules(*overrides, world_size=8, local_world_size=8) == []
     config = load_config(overrides)
-    planned = build_plan(config, planned_launch(config))
+    planned = build_plan(config)
     assert planned.num_parameters == 46_702_792_704
     assert planned.memory.fits
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
@@ -144,7 +143,7 @@ EXPERTS_MEMORY = 0.97
 @pytest.mark.parametrize("fp8", ["none", "tensorwise"])
 def test_experts_fit_even_where_the_plan_errs_as_it_may(experiment, gpu, parameters, fp8):
     config = load_config([f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"])
-    planned = build_plan(config, planned_launch(config))
+    planned = build_plan(config)
     assert planned.num_parameters == parameters
     assert planned.memory.needed_gib / EXPERTS_MEMORY < planned.memory.gpu_gib
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
@@ -181,7 +180,7 @@ def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_con
 @pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])
 def test_the_8b_of_two_gpus_fits_as_its_comment_says(fp8, peak_gib):
     config = load_config(["experiment=llama3_8b_2gpu", "plan.gpu=h200", *fp8])
-    memory = build_plan(config, planned_launch(config)).memory
+    memory = build_plan(config).memory
     assert memory.fits
     assert memory.worst.peak / GIB == pytest.approx(peak_gib, rel=0.02)
 

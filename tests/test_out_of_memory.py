@@ -11,7 +11,7 @@ from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory
-from gpt_pretrain.plan.machine import planned_launch, planned_platform
+from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.out_of_memory import (
     check_states_fit,
@@ -29,11 +29,8 @@ ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_
 
 
 def remedies(*overrides):
-    config = load_config(overrides)
-    launch = planned_launch(config)
-    return {
-        found.overrides: found.needed_gib for found in plan_remedies(config, launch, planned_platform(config, launch))
-    }
+    spec = planned_spec(load_config(overrides))
+    return {found.overrides: found.needed_gib for found in plan_remedies(spec)}
 
 
 def test_a_run_that_runs_out_of_memory_ends_with_the_forecast_and_the_keys(tmp_path, parent):

@@ -7,9 +7,15 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
-from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, passage, passing_bytes, rank_load
 from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.stages import input_bytes, layer_activations
+from gpt_pretrain.plan.stages import (
+    BUSIEST_EXPERT_AT_FIRST,
+    layer_activations,
+    on_rank,
+    passage,
+    passing_bytes,
+    rank_load,
+)
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
@@ -129,9 +135,8 @@ def test_bytes_of_what_stands_in_for_weight_gradients(overrides, weights):
 def test_bytes_of_a_row_that_passes_through_experts(experiment, fp8, values):
     plan = plan_of(f"experiment={experiment}", f"fp8={fp8}", FP8_REACHES_EXPERTS)
     layer = on_rank(plan.stages[0].layers[0], 1.0)
-    kept = input_bytes(plan.spec, layer[-1])
     rows = layer[-2].tokens * layer[-2].count
-    assert passing_bytes(plan.spec.model, layer, element=2, input_bytes=kept) == rows * values
+    assert passing_bytes(plan.spec, layer) == rows * values
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt_pretrain.plan.products import layer_ranges, shape_problem
+from gpt_pretrain.plan.effective import layer_ranges, shape_problem
 from tests.planning import plan_of
 
 LLAMA = ("model=llama3_8b", "model.micro_batch_size=2", "fp8=delayed")

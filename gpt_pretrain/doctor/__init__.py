@@ -1,1 +1,1 @@
-"""What this machine and its installed libraries can train, and how to mend what they cannot."""
+"""What this machine and its installed libraries can train, and how to fix what they cannot."""

@@ -1,5 +1,5 @@
-"""gpt_pretrain.doctor: would training, and training in FP8, work here, and what
-mends what does not.
+"""gpt_pretrain.doctor: whether training works here, whether FP8 does, and the
+commands that fix what does not.
 
 Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument;
 130 Ctrl-C.
@@ -25,14 +25,15 @@ from dataclasses import dataclass
 
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.doctor.facts import examine
+from gpt_pretrain.doctor.facts import Gpu
+from gpt_pretrain.doctor.probe import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
 from gpt_pretrain.plan.machine import GPUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DoctorArguments:
-    """What the command takes."""
+    """Arguments of the command."""
 
     json: bool = False
     """Print the facts and the verdict as a JSON object."""
@@ -42,14 +43,18 @@ class DoctorArguments:
 
 def diagnose(arguments: DoctorArguments) -> int:
     """Examines this machine, prints the verdict and returns its exit code."""
-    facts = examine(None if arguments.assume_gpu is None else GPUS[arguments.assume_gpu])
+    gpu = None
+    if arguments.assume_gpu is not None:
+        sheet = GPUS[arguments.assume_gpu]
+        gpu = Gpu(name=sheet.name, compute_capability=sheet.compute_capability, memory_gib=sheet.memory_gib)
+    facts = examine(gpu)
     verdict = give_verdict(facts)
     as_json = arguments.json
     if not as_json:
         try:
             from gpt_pretrain.doctor.console import print_verdict
         except ModuleNotFoundError as error:
-            # What draws the tables is one of the things that may be missing.
+            # The library that draws the tables may be missing as well.
             sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
             as_json = True
         else:

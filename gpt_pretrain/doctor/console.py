@@ -1,4 +1,4 @@
-"""The doctor's answer as tables, readable at 100 columns; a fix is a line of its own, to be copied."""
+"""The doctor's answer as tables, readable at 100 columns, and a line for each fix, to be copied."""
 
 import sys
 from collections.abc import Iterator
@@ -9,7 +9,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.doctor.facts import Apex, Blocks, Driver, Facts, Failure, Torch, TransformerEngine
+from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
+from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.spec.platform import MULTICAST_OFF
 
@@ -21,23 +22,14 @@ _SLOWER = "runs are slower without it"
 _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
 
 
-def _failed(failure: Failure, without: str = "") -> tuple[str, str]:
-    """Version and remark; `without` says what runs lose where the library is not installed."""
-    # A finding says why.
-    return ("not installed", without) if failure.is_missing else (failure.version or "?", "cannot be used")
+type Row = tuple[str, str, str]
 
 
-def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
+def _libraries(facts: Facts) -> Iterator[Row]:
     """Name, version and remark of each library, and of the GPUs."""
-    yield "Python", facts.python, facts.executable
     torch, driver, application = facts.torch, facts.driver, facts.application
-    te, apex = facts.transformer_engine, facts.apex
-    if isinstance(torch, Torch):
-        libraries = (("CUDA", torch.cuda), ("cuDNN", torch.cudnn), ("NCCL", torch.nccl))
-        built = ", ".join(f"{name} {version}" for name, version in libraries if version is not None)
-        yield "PyTorch", torch.version, f"with {built}" if built else "without CUDA"
-    else:
-        yield "PyTorch", *_failed(torch)
+    yield "Python", facts.python, facts.executable
+    yield _library("PyTorch", torch)
     if isinstance(driver, Driver):
         newest = "" if driver.cuda is None else f"CUDA up to {'.'.join(map(str, driver.cuda))}, "
         yield "NVIDIA driver", driver.version, f"{newest}{len(driver.gpus)} GPU(s)"
@@ -45,27 +37,38 @@ def _libraries(facts: Facts) -> Iterator[tuple[str, str, str]]:
         yield "NVIDIA driver", *(("none", "") if driver.is_missing else ("?", driver.problem))
     if isinstance(torch, Torch) and torch.gpus:
         yield from _gpus(facts, torch)
-    if isinstance(te, TransformerEngine):
-        yield "Transformer Engine", te.version, f"with cuDNN {te.cudnn}, cuBLASLt {te.cublaslt}"
-    else:
-        yield "Transformer Engine", *_failed(te)
-    for name, library, without in (
-        ("FlashAttention-4", facts.flash_attention, _SLOWER),
-        ("TorchAO", facts.torchao, "its recipes are emulated only"),
-    ):
-        yield name, *(_failed(library, without) if isinstance(library, Failure) else (library.version, "loads"))
+    yield _library("Transformer Engine", facts.transformer_engine)
+    yield _library("FlashAttention-4", facts.flash_attention, without=_SLOWER)
+    yield _library("TorchAO", facts.torchao, without="its recipes are emulated only")
     if isinstance(application, Failure):
         yield "megatron-core", application.version or "not installed", "training does not load"
     else:
         yield "megatron-core", application.megatron_core, "training loads"
-    if isinstance(apex, Apex):
-        parts = ", ".join(part.removeprefix("apex_").replace("_", " ") for part, loads in apex.parts.items() if loads)
-        yield "apex", apex.version, parts or "none of its compiled parts load"
-    else:
-        yield "apex", *_failed(apex, _SLOWER)
+    yield _library("apex", facts.apex, without=_SLOWER)
 
 
-def _gpus(facts: Facts, torch: Torch) -> Iterator[tuple[str, str, str]]:
+def _library(
+    name: str, library: Torch | TransformerEngine | FlashAttention | TorchAO | Apex | Failure, *, without: str = ""
+) -> Row:
+    """The row of a library; `without` says what runs lose if it is not installed."""
+    if isinstance(library, Failure):
+        # A finding says why.
+        version = library.version or "?"
+        return (name, "not installed", without) if library.is_missing else (name, version, "cannot be used")
+    remark = "loads"
+    if isinstance(library, Torch):
+        parts = (("CUDA", library.cuda), ("cuDNN", library.cudnn), ("NCCL", library.nccl))
+        built = ", ".join(f"{part} {version}" for part, version in parts if version is not None)
+        remark = f"with {built}" if built else "without CUDA"
+    elif isinstance(library, TransformerEngine):
+        remark = f"with cuDNN {library.cudnn}, cuBLASLt {library.cublaslt}"
+    elif isinstance(library, Apex):
+        loaded = [part.removeprefix("apex_").replace("_", " ") for part, loads in library.parts.items() if loads]
+        remark = ", ".join(loaded) or "none of its compiled parts load"
+    return name, library.version, remark
+
+
+def _gpus(facts: Facts, torch: Torch) -> Iterator[Row]:
     gpu = torch.gpus[0]
     capability = ".".join(map(str, gpu.compute_capability))
     bf16 = "BF16" if gpu.compute_capability >= (8, 0) else "no BF16"
@@ -106,7 +109,7 @@ def _answer(verdict: Verdict) -> Panel:
 
 
 def print_verdict(facts: Facts, verdict: Verdict) -> None:
-    """Prints an answer to standard output, 100 columns wide or as narrow as the terminal."""
+    """Prints an answer to standard output, 100 columns wide, or less in a narrower terminal."""
     console = Console(highlight=False, emoji=False)
     console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
     libraries = _table("What is here", "", "version", "", whole=2)
@@ -128,7 +131,6 @@ def print_verdict(facts: Facts, verdict: Verdict) -> None:
     for finding in verdict.findings:
         label = (f"{_CONSEQUENCES[finding.blocks]}: ", _STYLES[finding.blocks])
         console.print(Text.assemble(label, (finding.about, "bold"), f" {finding.what}."))
-        if finding.fix is not None:
-            # Not wrapped: it is to be copied.
-            console.print(Text.assemble("    ", (finding.fix, "cyan")), soft_wrap=True)
+        # Not wrapped: it is to be copied.
+        console.print(Text.assemble("    ", (finding.fix, "cyan")), soft_wrap=True)
         console.print()

@@ -1,15 +1,17 @@
-"""What is wrong on a machine and the command that mends it, from the facts alone.
+"""What is wrong on a machine and the command that fixes it, from the facts alone.
 
-It recognises the messages of PyTorch 2.11, megatron-core 0.19 and Transformer Engine (TE) 2.12. TE's three packages
-must have one version, for PyTorch's CUDA; its PyTorch part must be built against the installed PyTorch; and the
-libraries it loads must be the ones that PyTorch loaded.
+Error messages are those of PyTorch 2.11, megatron-core 0.19 and Transformer Engine (TE) 2.12. TE's three packages must
+have one version, for PyTorch's CUDA; its PyTorch part must be built against the installed PyTorch; and the libraries it
+loads must be the ones that PyTorch loaded.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 
 from gpt_pretrain.config.errors import install_command
-from gpt_pretrain.doctor.facts import Blocks, Driver, Facts, Failure, Finding, Requirement, Torch
+from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.spec.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST, leading_version
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
@@ -21,11 +23,30 @@ _REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 _INSTALL = "python -m pip install"
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
 _SHARED_MEMORY_GIB = 1.0
-# Starts a container with the GPUs and with the host's shared memory.
 _SEE_GPUS = "docker run --gpus all --ipc=host …"
-# Names the processes that hold a GPU.
 _WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv"
 _TE = "Transformer Engine"
+
+
+class Blocks(Enum):
+    """What a finding prevents."""
+
+    training = "training"
+    fp8 = "fp8"
+    nothing = "nothing"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something that does not work as it should."""
+
+    about: str
+    """Library, variable or part of the machine: the subject of the sentence."""
+    what: str
+    """The rest of the sentence, without a full stop: what is wrong and its consequence."""
+    fix: str
+    """A shell command."""
+    blocks: Blocks
 
 
 def list_findings(facts: Facts) -> list[Finding]:
@@ -34,8 +55,7 @@ def list_findings(facts: Facts) -> list[Finding]:
     torch = facts.torch
     # Without a GPU a run looks for none of these.
     if isinstance(torch, Torch) and torch.gpus:
-        found += [*_transformer_engine(facts, torch), *_flash_attention(facts), *_torchao(facts)]
-        found += _surroundings(facts, torch)
+        found += [*_libraries(facts, torch), *_surroundings(facts, torch)]
     return sorted(found, key=lambda finding: list(Blocks).index(finding.blocks))
 
 
@@ -56,37 +76,32 @@ def _unmet(facts: Facts) -> tuple[Requirement, ...]:
 
 
 def _torch(facts: Facts) -> Iterator[Finding]:
-    torch, driver = facts.torch, facts.driver
+    torch = facts.torch
     if isinstance(torch, Failure):
         if not any(unmet.needed.startswith("torch") and unmet.installed is None for unmet in _unmet(facts)):
             version = f"=={torch.version}" if torch.version else ""
             fix = f"{_INSTALL} --force-reinstall 'torch{version}'"
             yield Finding("PyTorch", f"does not load: {torch.problem}", fix, Blocks.training)
-        return
-    if facts.assumed_gpu is not None:
-        # A GPU is assumed, with a driver that fits; the libraries still have to be those for a GPU.
+    elif facts.assumed_gpu is not None:
+        # A driver that fits is assumed as well; the libraries still have to be those for a GPU.
         if torch.cuda is None:
             yield _cpu_build(torch, f"--assume-gpu is {facts.assumed_gpu}")
-        return
-    if not torch.gpus:
+    elif not torch.gpus:
         yield _no_gpu(facts, torch)
-        return
-    gpu = torch.gpus[0]
+    else:
+        yield from _gpu(facts, torch)
+
+
+def _gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
+    gpu, driver = torch.gpus[0], facts.driver
     if torch.product_problem is not None:
-        yield Finding(
-            f"PyTorch {torch.version}",
-            f"does not compute on {gpu.name} (compute capability "
-            f"{'.'.join(map(str, gpu.compute_capability))}): {torch.product_problem}",
-            _WHO_HAS_IT if _is_taken(torch.product_problem) else f"{_INSTALL} --upgrade torch",
-            Blocks.training,
-        )
+        capability = ".".join(map(str, gpu.compute_capability))
+        what = f"does not compute on {gpu.name} (compute capability {capability}): {torch.product_problem}"
+        fix = _unless_taken(torch.product_problem, f"{_INSTALL} --upgrade torch")
+        yield Finding(f"PyTorch {torch.version}", what, fix, Blocks.training)
     if gpu.compute_capability < _BF16_CAPABILITY:
-        yield Finding(
-            gpu.name,
-            "has no BF16 units, as compute capability 8.0 and newer have: train in FP32",
-            "python -m gpt_pretrain trainer.precision=fp32 …",
-            Blocks.nothing,
-        )
+        what = "has no BF16 units, as compute capability 8.0 and newer have: train in FP32"
+        yield Finding(gpu.name, what, "python -m gpt_pretrain trainer.precision=fp32 …", Blocks.nothing)
     visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if isinstance(driver, Driver) and len(driver.gpus) > len(torch.gpus) and visible is not None:
         what = f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs"
@@ -94,19 +109,16 @@ def _torch(facts: Facts) -> Iterator[Finding]:
 
 
 def _cpu_build(torch: Torch, although: str) -> Finding:
-    return Finding(
-        f"PyTorch {torch.version}",
-        f"is built without CUDA, although {although}: runs would train on the CPU",
-        f"{_INSTALL} --force-reinstall 'torch=={torch.version.partition('+')[0]}'",
-        Blocks.training,
-    )
+    what = f"is built without CUDA, although {although}: runs would train on the CPU"
+    fix = f"{_INSTALL} --force-reinstall 'torch=={torch.version.partition('+')[0]}'"
+    return Finding(f"PyTorch {torch.version}", what, fix, Blocks.training)
 
 
 def _no_gpu(facts: Facts, torch: Torch) -> Finding:
     """PyTorch uses no GPU: there is none, or something hides it."""
     driver = facts.driver
     if isinstance(driver, Failure) and facts.device_files:
-        return _broken_driver(facts.device_files, driver)
+        return _broken_driver(facts, driver)
     if isinstance(driver, Failure):
         broken = f"; nvidia-smi fails: {driver.problem}" if not driver.is_missing else ""
         return Finding(
@@ -116,37 +128,38 @@ def _no_gpu(facts: Facts, torch: Torch) -> Finding:
             _SEE_GPUS,
             Blocks.nothing,
         )
-    num_gpus = len(driver.gpus)
-    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
+    num_gpus, the_driver = len(driver.gpus), f"the driver {driver.version}"
     if torch.cuda is None:
         return _cpu_build(torch, f"there is {driver.gpus[0]} ({num_gpus} in all)")
-    if driver.cuda is not None and driver.cuda[0] < leading_version(torch.cuda)[0]:
-        first = _FIRST_DRIVER.get(leading_version(torch.cuda)[0])
+    needed = leading_version(torch.cuda)[0]
+    if driver.cuda is not None and driver.cuda[0] < needed:
         return Finding(
-            f"the driver {driver.version}",
-            f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is "
-            f"built for CUDA {torch.cuda}, which needs {first or 'a newer one'}. Update it on the host, also for a "
+            the_driver,
+            f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is built for CUDA "
+            f"{torch.cuda}, which needs {_FIRST_DRIVER.get(needed, 'a newer one')}. Update it on the host, also for a "
             "container, or on a data centre GPU install CUDA's compatibility package",
             f"apt-get install cuda-compat-{torch.cuda.replace('.', '-')} && "
             f"export LD_LIBRARY_PATH=/usr/local/cuda-{torch.cuda}/compat:$LD_LIBRARY_PATH",
             Blocks.training,
         )
+    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         what = f"hides all {num_gpus} GPUs: runs would train on the CPU"
         return Finding(f"CUDA_VISIBLE_DEVICES={visible!r}", what, "unset CUDA_VISIBLE_DEVICES", Blocks.training)
     what = f"shows {num_gpus} GPUs, and PyTorch can use none: {torch.why_no_gpu}"
     fix = "nvidia-smi -q | grep -iE 'product name|mig mode|fabric|state'"
-    return Finding(f"the driver {driver.version}", what, fix, Blocks.training)
+    return Finding(the_driver, what, fix, Blocks.training)
 
 
-def _broken_driver(files: Sequence[str], driver: Failure) -> Finding:
+def _broken_driver(facts: Facts, driver: Failure) -> Finding:
     """There are GPUs, and nothing reaches them."""
+    files = facts.device_files
     more = f" and {len(files) - 1} more" if len(files) > 1 else ""
     if driver.is_missing:
         what = "there is no nvidia-smi: the driver's own libraries are missing. A container has them only if asked"
         fix = "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility --ipc=host …"
     else:
-        what = f"nvidia-smi fails: {driver.problem}. Mend the driver on the host, often by reloading it"
+        what = f"nvidia-smi fails: {driver.problem}. Repair the driver on the host, often by reloading it"
         fix = "nvidia-smi; sudo dmesg | grep -iE 'nvrm|xid' | tail"
     what = f"is broken: {files[0]}{more} exists, and {what}. Runs would train on the CPU"
     return Finding("the NVIDIA driver", what, fix, Blocks.training)
@@ -164,66 +177,60 @@ def _application(facts: Facts) -> Iterator[Finding]:
         fix = f"{_INSTALL} --force-reinstall --no-deps 'megatron-core=={application.version}'"
     what = f"does not load: {application.problem}"
     if isinstance(te, Failure) and not te.is_missing:
-        what += ". Transformer Engine, which megatron-core loads, does not either: mend it, or train without it"
+        what += ". Transformer Engine, which megatron-core loads, does not either: fix it, or train without it"
         names = " ".join(facts.packages)
         fix = f"python -m pip uninstall --yes {names}" if names else "unset PYTHONPATH"
     elif "'megatron" in application.problem and application.version is not None:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'
     elif isinstance(flash, Failure) and _ended_by(flash.problem) == _ended_by(application.problem):
-        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: mend it, or train without it"
+        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: fix it, or train without it"
         fix = _REMOVE_FLASH
     yield Finding("training", what, fix, Blocks.training)
 
 
 def _ended_by(problem: str) -> str:
-    """The problem without what the process wrote first, in parentheses, which may be another library's warning."""
+    """The problem without the process's first words, in parentheses, which may be another library's warning."""
     return problem.partition(" (")[0]
 
 
-def _flash_attention(facts: Facts) -> Iterator[Finding]:
-    """A FlashAttention-4 that is installed and cannot be used."""
-    flash = facts.flash_attention
+def _libraries(facts: Facts, torch: Torch) -> Iterator[Finding]:
+    """Findings about the libraries that a run looks for on a machine with GPUs."""
+    te, flash, torchao = facts.transformer_engine, facts.flash_attention, facts.torchao
+    if isinstance(te, Failure):
+        yield Finding(_TE, *_why_not_loaded(te, torch, facts), Blocks.fp8)
+    else:
+        if len(te.cudnn_folders) > 1:
+            what = (
+                f"is loaded twice, from {' and '.join(te.cudnn_folders)}. Fused attention then fails with "
+                "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED"
+            )
+            yield Finding("cuDNN", what, _use_libraries_of(torch), Blocks.training)
+        yield from _fp8_layer(f"{_TE} {te.version}", te.product_problem, _rebuild(te.version), Blocks.fp8)
     if isinstance(flash, Failure) and not flash.is_missing:
         what = f"is installed and cannot be used: {flash.problem}. Training works without it, but slower"
         yield Finding("FlashAttention-4", what, f"{_REMOVE_FLASH} && {install_command('flash')}", Blocks.nothing)
-
-
-def _torchao(facts: Facts) -> Iterator[Finding]:
-    """A TorchAO that is installed and cannot be used."""
-    torchao = facts.torchao
     fix = f"python -m pip uninstall --yes torchao && {install_command('torchao')}"
-    if isinstance(torchao, Failure) and not torchao.is_missing:
+    if not isinstance(torchao, Failure):
+        yield from _fp8_layer(f"TorchAO {torchao.version}", torchao.product_problem, fix, Blocks.nothing)
+    elif not torchao.is_missing:
         what = f"is installed and cannot be used: {torchao.problem}. Its recipes (model.fp8_backend=torchao) do not run"
         yield Finding("TorchAO", what, fix, Blocks.nothing)
-    elif not isinstance(torchao, Failure) and torchao.product_problem is not None:
-        fix = _WHO_HAS_IT if _is_taken(torchao.product_problem) else fix
-        what = f"loads, and a small FP8 layer fails: {torchao.product_problem}"
-        yield Finding(f"TorchAO {torchao.version}", what, fix, Blocks.nothing)
 
 
-def _transformer_engine(facts: Facts, torch: Torch) -> Iterator[Finding]:
-    te = facts.transformer_engine
-    if isinstance(te, Failure):
-        what, fix = _why_not_loaded(te, torch, facts)
-        yield Finding(_TE, what, fix, Blocks.fp8)
-        return
-    if len(te.cudnn_folders) > 1:
-        yield Finding(
-            "cuDNN",
-            f"is loaded twice, from {' and '.join(te.cudnn_folders)}. Fused attention then fails with "
-            "CUDNN_STATUS_SUBLIBRARY_LOADING_FAILED",
-            _use_libraries_of(torch),
-            Blocks.training,
-        )
-    if te.product_problem is not None:
-        what = f"loads, and a small FP8 layer fails: {te.product_problem}"
-        fix = _WHO_HAS_IT if _is_taken(te.product_problem) else _rebuild(te.version)
-        yield Finding(f"{_TE} {te.version}", what, fix, Blocks.fp8)
+def _fp8_layer(about: str, problem: str | None, fix: str, blocks: Blocks) -> Iterator[Finding]:
+    if problem is not None:
+        what = f"loads, and a small FP8 layer fails: {problem}"
+        yield Finding(about, what, _unless_taken(problem, fix), blocks)
+
+
+def _unless_taken(problem: str, fix: str) -> str:
+    """The fix, unless the GPU fails because other processes use it, and no library is to blame."""
+    return _WHO_HAS_IT if "out of memory" in problem or "busy or unavailable" in problem else fix
 
 
 def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
-    """What to say of a TE that is missing or broken, and the command."""
+    """What is wrong with a TE that is missing or broken, and the fix."""
     if te.is_missing:
         return "is not installed: runs use megatron-core's local layers, without FP8", install_command("te")
     for pattern, cause, fix in _causes(te, torch, facts):
@@ -233,11 +240,11 @@ def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
 
 
 def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str, str]]:
-    """Pattern of the error, its cause, and the command that mends it; the first pattern that matches counts."""
-    core = _other_cuda(facts, torch)
-    if core is not None:
-        cause = f"{core} is for another CUDA than PyTorch {torch.version}, which is built for {torch.cuda}"
-        yield "", cause, f"python -m pip uninstall --yes {core} && {install_command('te')}"
+    """Pattern of the error, its cause, and the fix; the first pattern that matches counts."""
+    kernels = [name for name in facts.packages if name.startswith("transformer-engine-cu")]
+    if torch.cuda is not None and kernels and f"transformer-engine-cu{leading_version(torch.cuda)[0]}" not in kernels:
+        cause = f"{kernels[0]} is for another CUDA than PyTorch {torch.version}, which is built for {torch.cuda}"
+        yield "", cause, f"python -m pip uninstall --yes {kernels[0]} && {install_command('te')}"
     yield (
         "undefined symbol: cublasLt",
         f"It needs a newer cuBLAS than PyTorch {torch.version} brings, as TE 2.13 does with PyTorch 2.11; 2.12.0 fits",
@@ -262,17 +269,8 @@ def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str,
         yield "", "It needs that module", f"{_INSTALL} {missing[1]}"
 
 
-def _other_cuda(facts: Facts, torch: Torch) -> str | None:
-    """The package of TE's kernels that is for another CUDA than PyTorch's."""
-    if torch.cuda is None:
-        return None
-    fitting = f"transformer-engine-cu{leading_version(torch.cuda)[0]}"
-    cores = [name for name in facts.packages if name.startswith("transformer-engine-cu")]
-    return cores[0] if cores and fitting not in cores else None
-
-
 def _rebuild(version: str | None) -> str:
-    """Builds TE's PyTorch part again, against the PyTorch that is there."""
+    """Builds TE's PyTorch part again, against the installed PyTorch."""
     package = f"transformer-engine-torch=={version}" if version else "transformer-engine-torch"
     return f"{_INSTALL} --no-build-isolation --no-cache-dir --force-reinstall --no-deps {package}"
 
@@ -288,35 +286,23 @@ def _use_libraries_of(torch: Torch) -> str:
 
 def _surroundings(facts: Facts, torch: Torch) -> Iterator[Finding]:
     """Findings about the environment of a machine with GPUs."""
-    environment = facts.environment
+    environment, shared = facts.environment, facts.shared_memory_gib
     still_on = [name for name, value in MULTICAST_OFF.items() if environment.get(name) != value]
     if environment.get(NO_MULTICAST) == MULTICAST_OFF[NO_MULTICAST] and still_on:
-        yield Finding(
-            f"{NO_MULTICAST}={MULTICAST_OFF[NO_MULTICAST]}",
-            "says that this host has no NVLink multicast; libraries other than NCCL may still try it",
-            "export " + " ".join(f"{name}={MULTICAST_OFF[name]}" for name in still_on),
-            Blocks.nothing,
-        )
+        what = "says that this host has no NVLink multicast; libraries other than NCCL may still try it"
+        fix = "export " + " ".join(f"{name}={MULTICAST_OFF[name]}" for name in still_on)
+        yield Finding(f"{NO_MULTICAST}={MULTICAST_OFF[NO_MULTICAST]}", what, fix, Blocks.nothing)
     connections = environment.get("CUDA_DEVICE_MAX_CONNECTIONS")
     if connections not in (None, "1") and torch.gpus[0].compute_capability < BLACKWELL:
-        yield Finding(
-            f"CUDA_DEVICE_MAX_CONNECTIONS={connections}",
+        what = (
             "costs tensor and context parallel runs the overlap of communication with matrix products, which needs 1; "
-            "a run sets 1 where the variable is unset",
-            "unset CUDA_DEVICE_MAX_CONNECTIONS",
-            Blocks.nothing,
+            "a run sets 1 where the variable is unset"
         )
-    shared = facts.shared_memory_gib
+        fix = "unset CUDA_DEVICE_MAX_CONNECTIONS"
+        yield Finding(f"CUDA_DEVICE_MAX_CONNECTIONS={connections}", what, fix, Blocks.nothing)
     if shared is not None and shared < _SHARED_MEMORY_GIB and len(torch.gpus) > 1:
-        yield Finding(
-            "/dev/shm",
+        what = (
             f"has {shared * 1024:.0f} MiB: NCCL's ranks and data workers share buffers there and die of a bus "
-            "error when it is full",
-            _SEE_GPUS,
-            Blocks.nothing,
+            "error when it is full"
         )
-
-
-def _is_taken(problem: str) -> bool:
-    """Whether a GPU fails because other processes use it, and no library is to blame."""
-    return "out of memory" in problem or "busy or unavailable" in problem
+        yield Finding("/dev/shm", what, _SEE_GPUS, Blocks.nothing)

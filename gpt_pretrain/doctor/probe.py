@@ -1,30 +1,142 @@
-"""One look at one library, in a process of its own: `python -m gpt_pretrain.doctor.probe NAME FILE`.
+"""The examination of this machine, one library at a time, each in a process of its own.
 
-A library that was built for another PyTorch may end the process that imports it. The probe writes what it finds to FILE
-as JSON, since libraries print what they like on standard output; no file means that the process died.
+A library that was built for another PyTorch may end the process that imports it. So `examine` starts a process
+(`python -m gpt_pretrain.doctor.probe NAME FILE`) for each probe, which pickles what it finds into FILE, since libraries
+print what they like on standard output; no file means that the process died. All probes run at once, except that those
+which may touch a GPU run one after the other: a GPU in exclusive-process mode takes one process at a time.
 """
 
 import ctypes
 import faulthandler
 import importlib.metadata
-import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver
+from gpt_pretrain.doctor.facts import (
+    Apex,
+    Application,
+    Driver,
+    Facts,
+    Failure,
+    FlashAttention,
+    Gpu,
+    Requirement,
+    Torch,
+    TorchAO,
+    TransformerEngine,
+)
+from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files
+from gpt_pretrain.spec import platform
 
+_WATCHED = (
+    *platform.MULTICAST_OFF,
+    *platform.RECIPE_VARIABLES,
+    "CUDA_DEVICE_MAX_CONNECTIONS",
+    "CUDA_VISIBLE_DEVICES",
+    "CUDNN_HOME",
+    "LD_LIBRARY_PATH",
+    "PYTHONPATH",
+)
+_PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+# An import from a cold network file system takes tens of seconds; one that takes minutes hangs.
+_TIMEOUT_S = 180
 # Width of the products that are tried: a multiple of 16, as FP8 asks.
 _SMALL = 64
 
 
+def examine(assumed_gpu: Gpu | None = None) -> Facts:
+    """Looks at everything, for as long as the slowest import takes: about ten seconds, half a minute on a GPU."""
+    application = "application" if assumed_gpu is None else "application_on_gpu"
+    files = device_files()
+    on_gpu = ["torch", "transformer_engine", "flash-attn-4", "torchao", "apex", application]
+    queues = [on_gpu] if files else [[name] for name in on_gpu]
+    found = run_probes([*queues, ["driver"], ["requirements"]])
+    torch = found["torch"]
+    if assumed_gpu is not None and isinstance(torch, Torch):
+        torch = replace(torch, gpus=(assumed_gpu,), why_no_gpu=None, product_problem=None, peer_access=None)
+    shm = Path("/dev/shm")
+    return Facts(
+        python=".".join(map(str, sys.version_info[:3])),
+        executable=sys.executable,
+        torch=torch,
+        driver=found["driver"],
+        device_files=tuple(files),
+        transformer_engine=found["transformer_engine"],
+        flash_attention=found["flash-attn-4"],
+        torchao=found["torchao"],
+        apex=found["apex"],
+        application=found[application],
+        requirements=found["requirements"],
+        packages={name: version for name in _PACKAGES if (version := _installed_version(name)) is not None},
+        environment={name: os.environ[name] for name in _WATCHED if name in os.environ},
+        shared_memory_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
+        assumed_gpu=None if assumed_gpu is None else assumed_gpu.name,
+    )
+
+
+def run_probes(queues: Sequence[Sequence[str]]) -> dict[str, Any]:
+    """Runs the probes of each queue one after the other, and all queues at once; returns what each found."""
+    with (
+        tempfile.TemporaryDirectory(prefix="gpt_pretrain-doctor-") as folder,
+        ThreadPoolExecutor(len(queues)) as threads,
+    ):
+
+        def run(names: Sequence[str]) -> dict[str, Any]:
+            return {name: _run_probe(name, Path(folder) / name) for name in names}
+
+        return {name: found for answers in threads.map(run, queues) for name, found in answers.items()}
+
+
+def _run_probe(name: str, path: Path) -> Any:
+    version = _installed_version("megatron-core" if name.startswith("application") else name)
+    stderr = path.with_suffix(".stderr")
+    command = [sys.executable, "-m", "gpt_pretrain.doctor.probe", name, str(path)]
+    try:
+        with stderr.open("wb") as file:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=file,
+                timeout=_TIMEOUT_S,
+                check=False,
+            )
+    except subprocess.TimeoutExpired:
+        return Failure(problem=f"loading it took more than {_TIMEOUT_S} s", version=version)
+    if not path.exists():
+        said = stderr.read_text(errors="replace").strip().splitlines()
+        code = done.returncode
+        ended = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        why = f" ({said[0]})" if said else ""
+        return Failure(problem=f"loading it ended Python with {ended}{why}", version=version)
+    found = pickle.loads(path.read_bytes())
+    return replace(found, version=version) if isinstance(found, Failure) else found
+
+
+def _installed_version(name: str) -> str | None:
+    """The version of an installed package, loadable or not."""
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 class _Unusable(Exception):
-    """Why runs do not use a library that is installed, as `spec.platform` tells it."""
+    """Why runs do not use a library that is installed, in the words of `spec.platform`."""
 
 
 def _first_line(error: Exception) -> str:
-    """The error's type and first line: what follows is a traceback or advice for developers."""
+    """The error's type and first line: a traceback or advice for developers follows."""
     line = str(error).strip().partition("\n")[0]
     return line if isinstance(error, _Unusable) else f"{type(error).__name__}: {line}"
 
@@ -38,7 +150,7 @@ def _fails(work: Callable[[], None]) -> str | None:
     return None
 
 
-def probe_torch() -> dict[str, Any]:
+def _probe_torch() -> Torch:
     """PyTorch, its GPUs, and whether they compute."""
     import torch
 
@@ -51,20 +163,21 @@ def probe_torch() -> dict[str, Any]:
 
     cudnn, nccl = torch.backends.cudnn.version(), torch.cuda.nccl.version() if torch.version.cuda else None
     properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
-    return {
-        "version": torch.__version__,
-        "cuda": torch.version.cuda,
-        "cudnn": None if cudnn is None else _cudnn_version(cudnn),
-        "nccl": None if nccl is None else ".".join(map(str, nccl)),
-        "site": str(Path(torch.__file__).parents[1]),
-        "gpus": [
-            {"name": each.name, "compute_capability": [each.major, each.minor], "memory_gib": each.total_memory / 2**30}
+    return Torch(
+        # A plain string: its own type could not be unpickled without PyTorch.
+        version=str(torch.__version__),
+        cuda=torch.version.cuda,
+        cudnn=None if cudnn is None else _cudnn_version(cudnn),
+        nccl=None if nccl is None else ".".join(map(str, nccl)),
+        site=str(Path(torch.__file__).parents[1]),
+        gpus=tuple(
+            Gpu(name=each.name, compute_capability=(each.major, each.minor), memory_gib=each.total_memory / 2**30)
             for each in properties
-        ],
-        "why_no_gpu": None if cuda else _fails(torch.cuda.init),
-        "product_problem": _fails(multiply) if cuda else None,
-        "peer_access": torch.cuda.can_device_access_peer(0, 1) if num_gpus > 1 else None,
-    }
+        ),
+        why_no_gpu=None if cuda else _fails(torch.cuda.init),
+        product_problem=_fails(multiply) if cuda else None,
+        peer_access=torch.cuda.can_device_access_peer(0, 1) if num_gpus > 1 else None,
+    )
 
 
 def _cudnn_version(number: int) -> str:
@@ -73,10 +186,9 @@ def _cudnn_version(number: int) -> str:
     return f"{major}.{rest // 100}.{rest % 100}"
 
 
-def probe_driver() -> dict[str, Any]:
-    """NVIDIA's driver, without PyTorch."""
+def _probe_driver() -> Driver:
     version, gpus = ask_driver()
-    return {"version": version, "gpus": gpus, "cuda": _driver_cuda()}
+    return Driver(version=version, gpus=tuple(gpus), cuda=_driver_cuda())
 
 
 def _driver_cuda() -> tuple[int, int] | None:
@@ -91,9 +203,9 @@ def _driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def probe_transformer_engine() -> dict[str, Any]:
+def _probe_transformer_engine() -> TransformerEngine:
     """Transformer Engine beside PyTorch, and whether a layer of it computes in FP8."""
-    importlib.metadata.version("transformer_engine")  # its absence is the answer
+    version = importlib.metadata.version("transformer_engine")  # its absence is the answer
 
     import torch
     import transformer_engine.pytorch as te
@@ -110,37 +222,32 @@ def probe_transformer_engine() -> dict[str, Any]:
 
     has_fp8 = torch.cuda.is_available() and te.is_fp8_available()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line}
-    return {
-        "version": importlib.metadata.version("transformer_engine"),
-        "cudnn": _cudnn_version(transformer_engine_torch.get_cudnn_version()),
-        "cublaslt": str(transformer_engine_torch.get_cublasLt_version()),
-        "cudnn_folders": sorted({str(Path(path).resolve().parent) for path in mapped}),
-        "scales_on_device": hasattr(optimizers, "multi_tensor_scale_tensor"),
-        "product_problem": _fails(train_a_layer) if has_fp8 else None,
-    }
+    return TransformerEngine(
+        version=version,
+        cudnn=_cudnn_version(transformer_engine_torch.get_cudnn_version()),
+        cublaslt=str(transformer_engine_torch.get_cublasLt_version()),
+        cudnn_folders=tuple(sorted({str(Path(path).resolve().parent) for path in mapped})),
+        scales_on_device=hasattr(optimizers, "multi_tensor_scale_tensor"),
+        product_problem=_fails(train_a_layer) if has_fp8 else None,
+    )
 
 
-def probe_flash_attention() -> dict[str, Any]:
-    """FlashAttention-4, as a run looks it up."""
-    importlib.metadata.version("flash-attn-4")  # its absence is the answer
-
-    from gpt_pretrain.spec.platform import flash_attention
-
-    version, problem = flash_attention()
-    if problem is not None:
+def _usable_version(name: str, found: Callable[[], tuple[str | None, str | None]]) -> str:
+    """The version of a library that a run looks up as `found`, unless it does not use it."""
+    importlib.metadata.version(name)  # its absence is the answer
+    version, problem = found()
+    if version is None:
         raise _Unusable(problem)
-    return {"version": version}
+    return version
 
 
-def probe_torchao() -> dict[str, Any]:
-    """TorchAO, as a run looks it up, and whether a layer of it computes in FP8."""
-    importlib.metadata.version("torchao")  # its absence is the answer
+def _probe_flash_attention() -> FlashAttention:
+    return FlashAttention(version=_usable_version("flash-attn-4", platform.flash_attention))
 
-    from gpt_pretrain.spec.platform import FP8_CAPABILITY, torchao
 
-    version, problem = torchao()
-    if problem is not None:
-        raise _Unusable(problem)
+def _probe_torchao() -> TorchAO:
+    """TorchAO, and whether a layer of it computes in FP8."""
+    version = _usable_version("torchao", platform.torchao)
     import torch
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
@@ -151,29 +258,26 @@ def probe_torchao() -> dict[str, Any]:
         Float8Linear.from_float(plain, Float8LinearConfig())(x).sum().backward()
         torch.cuda.synchronize()
 
-    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
-    return {"version": version, "product_problem": _fails(train_a_layer) if has_fp8 else None}
+    has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= platform.FP8_CAPABILITY
+    return TorchAO(version=version, product_problem=_fails(train_a_layer) if has_fp8 else None)
 
 
-def probe_apex() -> dict[str, Any]:
-    """The parts of apex that load."""
+def _probe_apex() -> Apex:
     import apex  # noqa: F401  its absence is the answer
     import torch  # noqa: F401  apex's kernels find its libraries once it is loaded
 
-    from gpt_pretrain.spec.platform import apex_parts
-
-    return {"version": importlib.metadata.version("apex"), "parts": apex_parts()}
+    return Apex(version=importlib.metadata.version("apex"), parts=platform.apex_parts())
 
 
-def probe_application() -> dict[str, Any]:
+def _probe_application() -> Application:
     """Everything that a run imports on this machine, in the order of `python -m gpt_pretrain`."""
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
     install_cpu_device()
-    return probe_application_on_gpu()
+    return _probe_application_on_gpu()
 
 
-def probe_application_on_gpu() -> dict[str, Any]:
+def _probe_application_on_gpu() -> Application:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
     import gpt_pretrain.rules.gate
     from gpt_pretrain.launch.environment import prepare_libraries
@@ -184,62 +288,54 @@ def probe_application_on_gpu() -> dict[str, Any]:
     import gpt_pretrain.training.run  # noqa: F401  loading is the question
 
     # After a plus sign its version has the commit of the folder that it is imported in.
-    return {"megatron_core": megatron.core.__version__.partition("+")[0]}
+    return Application(megatron_core=megatron.core.__version__.partition("+")[0])
 
 
-def probe_requirements() -> list[dict[str, str | None]] | None:
+def _probe_requirements() -> tuple[Requirement, ...] | None:
     """Declared requirements of this project that are not met; None where it is not installed itself."""
-    from packaging.requirements import Requirement
+    from packaging import requirements
 
     try:
         declared = importlib.metadata.requires("gpt_pretrain") or []
     except importlib.metadata.PackageNotFoundError:
         return None
     unmet = []
-    for requirement in map(Requirement, declared):
+    for each in map(requirements.Requirement, declared):
         # Requirements of an extra have a marker that is false without it.
-        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+        if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
-        installed = installed_version(requirement.name)
-        if installed is None or not requirement.specifier.contains(installed, prereleases=True):
-            unmet.append({"needed": str(requirement), "installed": installed})
-    return unmet
-
-
-def installed_version(name: str) -> str | None:
-    """The version of an installed package, loadable or not."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+        installed = _installed_version(each.name)
+        if installed is None or not each.specifier.contains(installed, prereleases=True):
+            unmet.append(Requirement(needed=str(each), installed=installed))
+    return tuple(unmet)
 
 
 # The probe of a library has the name that the library is installed by.
-PROBES: dict[str, Callable[[], object]] = {
-    "torch": probe_torch,
-    "driver": probe_driver,
-    "transformer_engine": probe_transformer_engine,
-    "flash-attn-4": probe_flash_attention,
-    "torchao": probe_torchao,
-    "apex": probe_apex,
-    "application": probe_application,
-    "application_on_gpu": probe_application_on_gpu,
-    "requirements": probe_requirements,
+_PROBES: dict[str, Callable[[], object]] = {
+    "torch": _probe_torch,
+    "driver": _probe_driver,
+    "transformer_engine": _probe_transformer_engine,
+    "flash-attn-4": _probe_flash_attention,
+    "torchao": _probe_torchao,
+    "apex": _probe_apex,
+    "application": _probe_application,
+    "application_on_gpu": _probe_application_on_gpu,
+    "requirements": _probe_requirements,
 }
 
 
 def main(name: str, path: Path) -> None:
-    """Writes what a probe found, or why it found nothing, to a file."""
+    """Pickles what a probe found, or why it found nothing, into a file."""
     # A fatal signal then prints where it struck.
     faulthandler.enable()
     try:
-        found = {"found": PROBES[name]()}
+        found = _PROBES[name]()
     # Loading a broken library fails in as many ways as computing with it.
     except Exception as error:
         # Another name would be that of a module that the library itself lacks.
         is_missing = getattr(error, "name", None) == name or getattr(error, "filename", None) == NVIDIA_SMI
-        found = {"failed": {"problem": _first_line(error), "is_missing": is_missing}}
-    path.write_text(json.dumps(found), encoding="utf-8")
+        found = Failure(problem=_first_line(error), is_missing=is_missing)
+    path.write_bytes(pickle.dumps(found))
 
 
 if __name__ == "__main__":

@@ -8,25 +8,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.doctor.facts import (
-    Apex,
-    Blocks,
-    Facts,
-    Failure,
-    Finding,
-    FlashAttention,
-    Torch,
-    TorchAO,
-    TransformerEngine,
-)
-from gpt_pretrain.doctor.findings import list_findings
+from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
+from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform, compiler_problem
 from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
-TRAINS_IN_FP8, TRAINS_NOT, TRAINS_WITHOUT_FP8 = 0, 1, 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +26,7 @@ class Part:
     here: str
     """What it runs on here."""
     order: str
-    """What it would take first, next and last."""
+    """What it would choose first, next and last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +55,8 @@ class Verdict:
     def exit_code(self) -> int:
         """0: trains, also in FP8; 3: trains, but not in FP8; 1: does not train."""
         if self.trains_in_fp8:
-            return TRAINS_IN_FP8
-        return TRAINS_WITHOUT_FP8 if self.trains else TRAINS_NOT
+            return 0
+        return 3 if self.trains else 1
 
 
 def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> tuple[str | None, str | None]:
@@ -79,9 +68,10 @@ def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> t
 
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
-    recipe = {name: facts.environment[name] for name in RECIPE_VARIABLES if name in facts.environment}
-    multicast = {name: facts.environment[name] for name in MULTICAST_OFF if name in facts.environment}
-    variables: dict[str, Any] = {"recipe_variables": recipe, "multicast_variables": multicast}
+    variables: dict[str, Any] = {
+        "recipe_variables": {name: value for name, value in facts.environment.items() if name in RECIPE_VARIABLES},
+        "multicast_variables": {name: value for name, value in facts.environment.items() if name in MULTICAST_OFF},
+    }
     if not torch.gpus:
         # Without a GPU a run looks for none of the libraries.
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
@@ -116,63 +106,65 @@ def _why_no_recipe(facts: Facts, platform: Platform, recipe: Recipe) -> str | No
     return next(recipe_variable_problems(platform, recipe, attention=False), None)
 
 
+def _part(name: str, order: str, *choices: tuple[bool, str]) -> Part:
+    """A part with what it could run on, the best first, each with whether it is available."""
+    return Part(name=name, here=next(what for is_available, what in choices if is_available), order=order)
+
+
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
-    te = facts.transformer_engine if platform.transformer_engine is not None else None
-    has_te = isinstance(te, TransformerEngine)
-    scales_on_device = isinstance(te, TransformerEngine) and te.scales_on_device
+    te, has_te = facts.transformer_engine, platform.transformer_engine is not None
+    scales_on_device = has_te and isinstance(te, TransformerEngine) and te.scales_on_device
     # Where null chooses it for heads of these widths (`spec.kernels`).
     has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
     rotated, still = (
         " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
     )
-
-    def first(*choices: str | bool) -> str:
-        """The first choice that is there: `is_there and name` is False where it is not."""
-        return next(choice for choice in choices if isinstance(choice, str))
-
+    of_te = "Transformer Engine: cuDNN or flash-attn"
+    flash = (
+        f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, else {of_te}"
+    )
     return (
-        Part(
-            name="transformer layers",
-            here=first(has_te and "Transformer Engine", "megatron-core's local layers"),
-            order="Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
+        _part(
+            "transformer layers",
+            "Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
+            (has_te, "Transformer Engine"),
+            (True, "megatron-core's local layers"),
         ),
-        Part(
-            name="attention",
-            here=first(
-                has_flash
-                and f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, "
-                "else Transformer Engine: cuDNN or flash-attn",
-                has_te and "Transformer Engine: cuDNN or flash-attn",
-                platform.cuda and "PyTorch's fused kernels",
-                "PyTorch, in separate operations",
-            ),
-            order="FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
+        _part(
+            "attention",
+            "FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
             "kernels; separate operations, with apex's softmax where it is installed",
+            (has_flash, flash),
+            (has_te, of_te),
+            (platform.cuda, "PyTorch's fused kernels"),
+            (True, "PyTorch, in separate operations"),
         ),
-        Part(
-            name="layer norm",
-            here=first(has_te and "Transformer Engine", platform.apex_layer_norm and "apex", "PyTorch"),
-            order="Transformer Engine; apex, which has no RMSNorm; PyTorch",
+        _part(
+            "layer norm",
+            "Transformer Engine; apex, which has no RMSNorm; PyTorch",
+            (has_te, "Transformer Engine"),
+            (platform.apex_layer_norm, "apex"),
+            (True, "PyTorch"),
         ),
-        Part(
-            name="weight gradient sums",
-            here=first(
-                has_te and "Transformer Engine, in the product",
-                platform.apex_weight_gradient and "apex, in the product",
-                platform.cuda and "PyTorch, in the product",
-                "PyTorch, after the product",
-            ),
-            order="Transformer Engine; apex (fused_weight_gradient_mlp_cuda); PyTorch",
+        _part(
+            "weight gradient sums",
+            "Transformer Engine; apex (fused_weight_gradient_mlp_cuda); PyTorch",
+            (has_te, "Transformer Engine, in the product"),
+            (platform.apex_weight_gradient, "apex, in the product"),
+            (platform.cuda, "PyTorch, in the product"),
+            (True, "PyTorch, after the product"),
         ),
-        Part(
-            name="gradient clipping",
-            here=first(scales_on_device and "Transformer Engine", "PyTorch's foreach kernels"),
-            order="Transformer Engine from multi_tensor_scale_tensor on; PyTorch",
+        _part(
+            "gradient clipping",
+            "Transformer Engine from multi_tensor_scale_tensor on; PyTorch",
+            (scales_on_device, "Transformer Engine"),
+            (True, "PyTorch's foreach kernels"),
         ),
-        Part(
-            name="optimizer",
-            here="PyTorch's fused Adam" if platform.cuda else "PyTorch's Adam",
-            order="PyTorch: others cannot leave a bad step out",
+        _part(
+            "optimizer",
+            "PyTorch: others cannot leave a bad step out",
+            (platform.cuda, "PyTorch's fused Adam"),
+            (True, "PyTorch's Adam"),
         ),
     )
 
@@ -197,8 +189,8 @@ def give_verdict(facts: Facts) -> Verdict:
 def doctor_document(facts: Facts, verdict: Verdict) -> dict[str, Any]:
     """The answer as JSON values, for scripts.
 
-    `version` grows when a name changes its meaning or goes away; new names may come. A library in `facts` has either
-    the field `problem` and no other content than `is_missing` and `version`, or what was found of it.
+    `version` grows when a name changes its meaning or disappears; new names may appear. A library in `facts` is either
+    a `Failure`, with the field `problem`, or what was found of it.
     """
     return {
         "version": VERSION,

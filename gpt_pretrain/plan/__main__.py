@@ -23,7 +23,7 @@ from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.plan.machine import planned_launch, planned_problems, platform_problems
+from gpt_pretrain.plan.machine import planned_problems, platform_problems
 from gpt_pretrain.rules.gate import Job
 
 
@@ -42,13 +42,13 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     if problems := [
         problem + (f" [{job.name}]" if len(jobs) > 1 else "")
         for job in jobs
-        for problem in platform_problems(job.config, planned_launch(job.config))
+        for problem in platform_problems(job.config)
     ]:
         raise ConfigError(problems)
     for number, job in enumerate(jobs):
         print_job(number, jobs)
         run_dir = make_run_dir(job.config)
-        plan = build_plan(job.config, planned_launch(job.config))
+        plan = build_plan(job.config)
         print_plan(plan)
         sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")
 

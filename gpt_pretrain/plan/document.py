@@ -1,15 +1,14 @@
-"""What a plan shows and leaves: tables, readable at 100 columns, and `plan.json`, for scripts and for comparisons.
+"""What a plan prints and writes: tables, readable at 100 columns, and `plan.json`, for scripts and comparisons.
 
 In `plan.json` times are in seconds, memory in bytes, speeds in tokens per second and GPU. Its `version` grows when a
-name changes its meaning or goes away; new names may come.
+name changes its meaning or disappears; new names may appear.
 """
 
 import json
 from dataclasses import asdict
 from enum import Enum
-from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from rich import box
 from rich.console import Console, RenderableType
@@ -23,6 +22,7 @@ from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
+from gpt_pretrain.plan.speed import SpeedForecast
 from gpt_pretrain.spec.kernels import Kernels, fused_parts
 from gpt_pretrain.spec.products import describe_kept_out
 
@@ -30,20 +30,20 @@ VERSION = 1
 FILE_NAME = "plan.json"
 # Columns of the tables, unless the terminal is narrower.
 WIDTH = 100
-# What `plan.json` says of the GPU.
+# Fields of the GPU in `plan.json`.
 _GPU_FIELDS = ("name", "memory_gib", "bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "nvlink_gb_s")
 # megatron-core's class names, shortened so that a field and its value stay on one line.
 _SHORT = {"TransformerConfig": "TC", "DistributedDataParallelConfig": "DDP", "OptimizerConfig": "OPT"}
+type Side = Literal["left", "right"]
 
 
-def _table(title: str, *columns: tuple[str, str]) -> Table:
-    """A table with a header for each column and its side, "left" or "right"."""
+def _table(title: str, *columns: tuple[str, Side]) -> Table:
+    """A table with the name and alignment of each column."""
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, side in columns:
-        right = side == "right"
         # Keys and modules stay in one piece, so that a search finds them.
-        whole = right or name in ("key", "product")
-        table.add_column(name, justify="right" if right else "left", no_wrap=whole, overflow="fold")
+        whole = side == "right" or name in ("key", "product")
+        table.add_column(name, justify=side, no_wrap=whole, overflow="fold")
     return table
 
 
@@ -89,9 +89,9 @@ def _header(plan: Plan) -> RenderableType:
 
 
 def _fields(setting: Setting) -> list[tuple[str, str]]:
-    """The fields that a key sets, and their value; fields with one value share a line, and `…` is the key's own name.
+    """The fields that a key sets, and their value. Fields with one value share a line; `…` is the key's own name.
 
-    Fields after the first that stay off are left out.
+    After the first field, those that stay off are left out.
     """
     by_value: dict[str, list[str]] = {}
     own_name = setting.key.rpartition(".")[2]
@@ -105,7 +105,7 @@ def _fields(setting: Setting) -> list[tuple[str, str]]:
 
 
 def _print_settings(plan: Plan, console: Console) -> None:
-    """The keys that count, with the fields that they set; then the others, with the reasons."""
+    """The keys that have an effect, with the fields that they set; then the others, with the reasons."""
     table = _table(
         "Requested → effective", ("key", "left"), ("requested", "left"), ("lands in", "left"), ("value", "left")
     )
@@ -117,9 +117,10 @@ def _print_settings(plan: Plan, console: Console) -> None:
             if setting not in off:
                 inert.add_row(Text(key, style="dim"), Text(setting.inert))
             continue
-        for index, (fields, value) in enumerate(_fields(setting)):
-            shown = (key, setting.requested) if index == 0 else ("", "")
-            table.add_row(Text(shown[0], style="cyan"), Text(shown[1]), Text(fields, style="dim"), Text(value))
+        requested = setting.requested
+        for fields, value in _fields(setting):
+            table.add_row(Text(key, style="cyan"), Text(requested), Text(fields, style="dim"), Text(value))
+            key = requested = ""
     if off:
         inert.add_row(Text(f"all {len(off)} other FP8 keys", style="dim"), Text(off[0].inert))
     console.print(table)
@@ -141,15 +142,16 @@ def _print_products(plan: Plan, console: Console) -> None:
     )
     # Rows carry the number of a reason, which stands once below the table.
     reasons: dict[str, int] = {}
-    for _, same in groupby(plan.products, key=lambda product: (product.layers, product.module)):
-        for index, product in enumerate(same):
-            named = (product.layers, product.module) if index == 0 else ("", "")
-            shape = f"FP8 could not take {product.shape_problem}" if product.shape_problem else ""
-            notes = [reasons.setdefault(why, len(reasons) + 1) for why in (product.reason, shape) if why]
-            runs_in = Text(product.precision, style="green" if product.precision.startswith("FP8") else "")
-            runs_in.append("".join(f" ({note})" for note in notes), style="dim")
-            sizes = [str(size) for size in (product.count, product.m, product.n, product.k)]
-            table.add_row(*named, product.phase, *sizes, runs_in)
+    above = ("", "")
+    for product in plan.products:
+        named = (product.layers, product.module)
+        shape = f"FP8 could not take {product.shape_problem}" if product.shape_problem else ""
+        notes = [reasons.setdefault(why, len(reasons) + 1) for why in (product.reason, shape) if why]
+        runs_in = Text(product.precision, style="green" if product.precision.startswith("FP8") else "")
+        runs_in.append("".join(f" ({note})" for note in notes), style="dim")
+        sizes = [str(size) for size in (product.count, product.m, product.n, product.k)]
+        table.add_row(*(("", "") if named == above else named), product.phase, *sizes, runs_in)
+        above = named
     console.print(table)
     for why, number in reasons.items():
         style = "yellow" if why.startswith("FP8 could not") else "dim"
@@ -158,50 +160,36 @@ def _print_products(plan: Plan, console: Console) -> None:
 
 
 def _memory(plan: Plan) -> Table:
-    stages = plan.memory.stages
-    # Stages differ in what they hold.
-    names = sorted({name for stage in stages for name in stage.items}, key=ITEMS.index)
-    # Where not all stages fit beside each other, the worst and both ends say most.
-    ends_and_worst = sorted({0, plan.memory.worst.stage, len(stages) - 1})
-    shown = stages if len(stages) <= 6 else [stages[index] for index in ends_and_worst]
-    table = _table(
-        "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if plan.spec.layout.pp > 1 else ""),
-        ("", "left"),
-        *[(_stage(plan, s.stage), "right") for s in shown],
-    )
-    for name in names:
-        table.add_row(name, *[f"{s.items[name] / GIB:.2f}" if name in s.items else "" for s in shown])
+    memory, stages, pipeline = plan.memory, plan.memory.stages, plan.spec.layout.pp > 1
+    worst = memory.worst
+    # If not all stages fit side by side, the worst and both ends say most.
+    shown = stages if len(stages) <= 6 else [stages[index] for index in sorted({0, worst.stage, len(stages) - 1})]
+    headers = [f"stage {each.stage}{' *' if each is worst else ''}" if pipeline else "GiB" for each in shown]
+    title = "Memory of one GPU at its peak, GiB" + ("   (* needs most)" if pipeline else "")
+    table = _table(title, ("", "left"), *[(header, "right") for header in headers])
+    for name in sorted({name for stage in stages for name in stage.items}, key=ITEMS.index):
+        table.add_row(name, *[f"{each.items[name] / GIB:.2f}" if name in each.items else "" for each in shown])
     table.add_section()
-    table.add_row("peak of torch's allocator", *[f"{s.peak / GIB:.2f}" for s in shown], style="bold")
-    for name, peak in plan.memory.recompute_peaks.items():
-        cells = [f"{peak / GIB:.2f}" if s is plan.memory.worst else "" for s in shown]
+    table.add_row("peak of torch's allocator", *[f"{each.peak / GIB:.2f}" for each in shown], style="bold")
+    for name, peak in memory.recompute_peaks.items():
+        cells = [f"{peak / GIB:.2f}" if each is worst else "" for each in shown]
         table.add_row(Text(f"worst stage, recomputation {name}", style="dim"), *cells)
     return table
-
-
-def _stage(plan: Plan, stage: int) -> str:
-    return "GiB" if plan.spec.layout.pp == 1 else f"stage {stage}{' *' if stage == plan.memory.worst.stage else ''}"
 
 
 def _not_forecast(plan: Plan) -> str:
     """What the run has and the forecasts of memory and speed leave out."""
     graphs, overlap = plan.spec.kernels.cuda_graph_impl is not None, plan.spec.model.tp_comm_overlap
-    return "; memory is that without CUDA graphs" * graphs + (
-        "; memory and speed are those without overlapped exchanges" * overlap
-    )
+    without_overlap = "; memory and speed are those without overlapped exchanges" * overlap
+    return "; memory is that without CUDA graphs" * graphs + without_overlap
 
 
-def _speed(plan: Plan) -> Table:
-    speed = plan.speed
-    assert speed is not None, "asked only where there is a prediction"
-    fp8 = speed.fp8
-    table = _table(
-        "One optimizer step, predicted, ms",
-        ("", "left"),
-        ("BF16", "right"),
-        *([(f"FP8 {speed.fp8_recipe}", "right")] if fp8 is not None else []),
-    )
-    variants = [speed.bf16] if fp8 is None else [speed.bf16, fp8]
+def _speed(plan: Plan, speed: SpeedForecast) -> Table:
+    columns = {"BF16": speed.bf16}
+    if speed.fp8 is not None:
+        columns[f"FP8 {speed.fp8_recipe}"] = speed.fp8
+    table = _table("One optimizer step, predicted, ms", ("", "left"), *[(name, "right") for name in columns])
+    variants = columns.values()
     for name in dict.fromkeys(name for variant in variants for name in variant.seconds):
         table.add_row(name, *[f"{v.seconds[name] * 1e3:.1f}" if name in v.seconds else "" for v in variants])
     table.add_section()
@@ -221,14 +209,12 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     _print_settings(plan, console)
     _print_products(plan, console)
     console.print(_memory(plan))
-    outside = (
-        f"{plan.memory.outside_gib:.1f} GiB more are taken outside of torch's allocator or lost in it (assumed).\n"
-    )
+    outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
     console.print(Text.assemble(("FLOPs per token: ", "bold"), _count(plan.flops_per_token)))
     console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))
     if plan.speed is not None:
-        console.print(_speed(plan))
+        console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
         basis = f"Roofline with {shares}, calibrated on an H200{_not_forecast(plan)}.\n"
         console.print(Text(basis, style="dim"))
@@ -249,17 +235,7 @@ def _kernels(kernels: Kernels) -> dict[str, Any]:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values."""
-    memory, model, layout = plan.memory, plan.spec.model, plan.spec.layout
-    speed = None
-    if plan.speed is not None:
-        speed = {
-            **asdict(plan.speed.run),
-            "tflops_per_gpu": plan.speed.run.tokens_per_s_per_gpu * plan.flops_per_token / 1e12,
-            "bf16": asdict(plan.speed.bf16),
-            "fp8": None if plan.speed.fp8 is None else asdict(plan.speed.fp8),
-            "fp8_recipe": plan.speed.fp8_recipe,
-            "fp8_over_bf16": plan.speed.ratio,
-        }
+    memory, speed, model, layout = plan.memory, plan.speed, plan.spec.model, plan.spec.layout
     return {
         "version": VERSION,
         "name": plan.spec.config.name,
@@ -295,7 +271,16 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "checkpoint": asdict(plan.checkpoint),
         "flops_per_token": plan.flops_per_token,
         "flops_formula": FLOPS_FORMULA,
-        "speed": speed,
+        "speed": None
+        if speed is None
+        else {
+            **asdict(speed.run),
+            "tflops_per_gpu": speed.run.tokens_per_s_per_gpu * plan.flops_per_token / 1e12,
+            "bf16": asdict(speed.bf16),
+            "fp8": None if speed.fp8 is None else asdict(speed.fp8),
+            "fp8_recipe": speed.fp8_recipe,
+            "fp8_over_bf16": speed.ratio,
+        },
         "sentences": list(plan.sentences),
     }
 

@@ -1,4 +1,4 @@
-"""Requested → effective: each FP8, parallelism and precision key, and the fields of megatron-core that it sets.
+"""Requested → effective: the fields of megatron-core that each key sets, and the precision of each matrix product.
 
 Fields and values are those that training hands to megatron-core (`spec.core_fields`), and why a key changes nothing is
 what the rules say (`rules.no_effect`).
@@ -10,8 +10,8 @@ from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.choices import Precision
-from gpt_pretrain.config.derived import uses_distributed_optimizer
-from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
+from gpt_pretrain.config.errors import multiples_near, one_of, show
 from gpt_pretrain.rules.no_effect import value_of, why_no_effect
 from gpt_pretrain.spec.core_fields import (
     Field,
@@ -22,10 +22,11 @@ from gpt_pretrain.spec.core_fields import (
     transformer_fields,
 )
 from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import DELAYED_KEYS
 from gpt_pretrain.spec.run_spec import RunSpec
 
-# The keys that the plan shows, beside trainer.precision.
+# The keys that the plan shows, besides trainer.precision.
 _OF_MODEL = (
     "transformer_engine fp8 fp8_backend fp8_recipe fp8_hybrid fp8_e4m3 fp8_margin fp8_interval fp8_amax_history_len "
     "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention fp8_multi_head_attention "
@@ -53,6 +54,11 @@ _IN_LOCAL_LAYERS = {
     "model.num_layers_at_end_in_bf16": "num_layers_at_end_in_bf16",
     "model.fp8_exclude": "exclude",
 }
+# They do no harm on one rank, so no rule refuses them there.
+_ABOUT_EXCHANGES = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
+# The sizes of an FP8 product are multiples of this in recipes with one scale per tensor, the ones that count where no
+# recipe is chosen.
+ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,11 +73,11 @@ class Setting:
     inert: str
     """Why the key changes nothing in this run; empty where it counts."""
     note: str
-    """What null came to."""
+    """The value that null resolved to."""
 
 
 def fields_by_class(spec: RunSpec) -> dict[str, list[Field]]:
-    """Every field that training sets, by the name of megatron-core's class that has it."""
+    """Every field that training sets, by the name of its class in megatron-core."""
     return {
         "TransformerConfig": transformer_fields(spec),
         "DistributedDataParallelConfig": ddp_fields(spec),
@@ -95,7 +101,7 @@ def _shown(value: Any) -> str:
 
 
 def _resolved_null(spec: RunSpec, key: str) -> str:
-    """The value that a null, or `auto`, came to, with the reason."""
+    """The value that null, or `auto`, resolved to, with the reason."""
     config, model, fp8 = spec.config, spec.model, spec.fp8
     if key == "trainer.precision" and config.trainer.precision is Precision.auto:
         return "auto is bf16 on a GPU"
@@ -113,16 +119,14 @@ def _resolved_null(spec: RunSpec, key: str) -> str:
     return notes.get(key, "")
 
 
-def _local(key: str, settings: Fp8Settings) -> dict[str, str]:
+def _in_local_layers(settings: Fp8Settings, key: str, requested: str) -> dict[str, str]:
+    """What local layers read of an FP8 key that megatron-core does not get."""
+    layers = "emulated layers" if settings.emulate else "layers of TorchAO"
     name = _IN_LOCAL_LAYERS.get(key)
     if name is None:
-        return {}
+        return {layers: requested}
     value = getattr(settings, name)
-    return {f"{_layers(settings)}: {name}": value.name if name == "recipe" else _shown(value)}
-
-
-def _layers(settings: Fp8Settings) -> str:
-    return "emulated layers" if settings.emulate else "layers of TorchAO"
+    return {f"{layers}: {name}": value.name if name == "recipe" else _shown(value)}
 
 
 def effective_settings(spec: RunSpec) -> Iterator[Setting]:
@@ -133,25 +137,146 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
             for key in field.keys:
                 reached.setdefault(key, {})[f"{class_name}.{field.name}"] = _shown(field.value)
     for key in KEYS:
-        inert = why_no_effect(spec, key) or _one_rank(spec, key)
-        effective = reached.get(key, {})
-        is_fp8 = is_fp8_key(key)
-        if spec.fp8 is not None and spec.fp8.in_local_layers and (is_fp8 or key == "model.fp8"):
-            # megatron-core gets none of these keys then.
-            requested = {} if inert else {_layers(spec.fp8): _shown(value_of(spec.config, key))}
-            effective = _local(key, spec.fp8) or effective or requested
-        elif is_fp8 and spec.fp8 is None:
-            effective = {}
+        requested, effective = _shown(value_of(spec.config, key)), reached.get(key, {})
+        inert = why_no_effect(spec, key)
+        if not inert and key in _ABOUT_EXCHANGES and spec.layout.shards == 1:
+            inert = "one data-parallel rank has nothing to exchange"
+        if spec.fp8 is None:
+            effective = {} if is_fp8_key(key) else effective
+        elif spec.fp8.in_local_layers and (
+            key in _IN_LOCAL_LAYERS or (is_fp8_key(key) and not effective and not inert)
+        ):
+            effective = _in_local_layers(spec.fp8, key, requested)
         yield Setting(
             key=key,
-            requested=_shown(value_of(spec.config, key)),
+            requested=requested,
             effective=effective,
             inert=inert,
             note="" if inert else _resolved_null(spec, key),
         )
 
 
-def _one_rank(spec: RunSpec, key: str) -> str:
-    """Why a key about exchanges changes nothing on one rank. It does no harm there, so no rule refuses it."""
-    exchanges = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
-    return "one data-parallel rank has nothing to exchange" if key in exchanges and spec.layout.shards == 1 else ""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Product:
+    """One product [m, k] · [k, n] of one GPU and microbatch, in one or more layers."""
+
+    layers: str
+    """"0–31", "0, 5–9"; empty outside of the layers."""
+    module: str
+    phase: str
+    """"forward", "dgrad", "wgrad"; of attention "forward" and "backward"."""
+    m: int
+    n: int
+    k: int
+    count: int
+    """How often a layer computes it: batch · heads for attention's, once for each of the GPU's experts."""
+    precision: str
+    """"FP8" with its formats, "BF16" or "FP32"."""
+    reason: str
+    """Why it is not in FP8; empty where it is."""
+    shape_problem: str
+    """Which dimension FP8 cannot take, with the nearest values that it can; empty where it takes all."""
+    flops: int
+    """Of all its layers together; causal attention counts half of its shape's."""
+
+
+def layer_ranges(layers: list[int]) -> str:
+    """Indices as a person writes them: [0, 1, 2, 5] gives "0–2, 5"."""
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and layer == runs[-1][-1] + 1:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}–{run[-1]}" for run in runs)
+
+
+def shape_problem(m: int, n: int, k: int, alignment: int) -> str:
+    """The sizes that are no multiple of the alignment, and the multiples around them."""
+    return "; ".join(
+        f"{name}={value} is not ×{alignment}: {one_of(multiples_near(value, alignment))}"
+        for name, value in (("m", m), ("n", n), ("k", k))
+        if value % alignment
+    )
+
+
+def _shape_problem(spec: RunSpec, gemm: Gemm) -> str:
+    """The problem of a product that may run in FP8: the LM head and routers never do, rows of experts are padded."""
+    kind, m, k = gemm.linear.kind, gemm.m, gemm.k
+    alignment = ALIGNMENT if spec.fp8 is None else spec.fp8.recipe.alignment
+    if gemm.linear.layer < 0 or kind == ROUTER:
+        return ""
+    if kind in (EXPERT_FC1, EXPERT_FC2):
+        m, k = (m, alignment) if gemm.phase == "wgrad" else (alignment, k)
+    return shape_problem(m, gemm.n, k, alignment)
+
+
+def _precision(spec: RunSpec, phase: str, *, fp8: bool) -> str:
+    if spec.fp8 is None or not fp8:
+        return "FP32" if spec.config.trainer.precision is Precision.fp32 else "BF16"
+    forward, gradient = spec.fp8.forward_format.upper(), spec.fp8.gradient_format.upper()
+    return f"FP8 {forward if phase == 'forward' else gradient}·{forward}"
+
+
+def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
+    first = same[0]
+    for gemm in gemms(first):
+        yield Product(
+            layers=layer_ranges([linear.layer for linear in same]) if first.layer >= 0 else "",
+            module=first.kind,
+            phase=gemm.phase,
+            m=gemm.m,
+            n=gemm.n,
+            k=gemm.k,
+            count=first.count,
+            precision=_precision(spec, gemm.phase, fp8=gemm.fp8),
+            reason=first.reason or ("" if gemm.fp8 else "model.fp8_wgrad=false"),
+            shape_problem=_shape_problem(spec, gemm),
+            flops=gemm.flops * len(same),
+        )
+
+
+def _attention_products(spec: RunSpec) -> Iterator[Product]:
+    """q·kᵀ and p·v forward; the gradients of q, k, v, p and the scores once more backward. Causal: half is computed."""
+    model = spec.model
+    sequence, part = model.encoder_seq_length, model.encoder_seq_length // model.context_parallel_size
+    width, heads = kv_channels(model), model.num_attention_heads // model.tensor_model_parallel_size
+    fp8 = spec.fp8 is not None and spec.fp8.dot_product_attention
+    why_not = "model.fp8=false" if spec.fp8 is None else "model.fp8_dot_product_attention=false"
+    shapes = {
+        ("q·kᵀ", "forward"): (part, sequence, width, 1),
+        ("p·v", "forward"): (part, width, sequence, 1),
+        ("q·kᵀ again, dp", "backward"): (part, sequence, width, 2),
+        ("dq", "backward"): (part, width, sequence, 1),
+        ("dk, dv", "backward"): (sequence, width, part, 2),
+    }
+    for (name, phase), (m, n, k, times) in shapes.items():
+        count = model.micro_batch_size * heads * times
+        yield Product(
+            layers=layer_ranges(list(range(model.num_layers))),
+            module=f"attention {name}",
+            phase=phase,
+            m=m,
+            n=n,
+            k=k,
+            count=count,
+            precision=_precision(spec, phase, fp8=fp8),
+            reason="" if fp8 else why_not,
+            shape_problem="",
+            flops=m * n * k * count * model.num_layers,
+        )
+
+
+def plan_products(spec: RunSpec) -> Iterator[Product]:
+    """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
+    *in_layers, head = spec.linears
+    # Equal layers with the same reasons stay together, in the order in which they first appear.
+    groups: dict[tuple[object, ...], list[Linear]] = {}
+    for linear in in_layers:
+        shape = (linear.out_features, linear.in_features, linear.tokens)
+        key = (linear.kind, *shape, linear.precision, linear.wgrad_precision, linear.reason)
+        groups.setdefault(key, []).append(linear)
+    for same in groups.values():
+        yield from _linear_products(spec, same)
+    yield from _attention_products(spec)
+    yield from _linear_products(spec, [head])

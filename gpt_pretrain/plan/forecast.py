@@ -1,27 +1,23 @@
-"""The plan of one run: settings, products, memory, speed and checkpoints, and in sentences what follows from them.
+"""The plan of one run: settings, products, memory, speed and checkpoints, and sentences that sum them up.
 
-A checkpoint holds weights, masters and moments, each once, however many GPUs hold copies; each GPU writes about the
-same number of bytes. The rates of saving were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
+A checkpoint holds weights, masters and moments once, however many GPUs hold copies, and each GPU writes about the same
+number of bytes. The rates of saving were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
 (benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
 """
 
 from dataclasses import dataclass, replace
+from operator import attrgetter
 
 from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.effective import Setting, effective_settings
-from gpt_pretrain.plan.experts import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, CALIBRATED_ON, rank_load
-from gpt_pretrain.plan.kernels import Machine
-from gpt_pretrain.plan.machine import GPUS, Gpu, planned_platform
+from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
+from gpt_pretrain.plan.machine import GPUS, Gpu, planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
-from gpt_pretrain.plan.products import Product, plan_products
-from gpt_pretrain.plan.speed import Speed, predict_speed, with_usual_fp8, without_fp8
-from gpt_pretrain.plan.stages import Stage, plan_stages
-from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, Stage, plan_stages, rank_load
 from gpt_pretrain.spec.core_fields import Dtype, params_dtype
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
@@ -30,6 +26,11 @@ from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 WORTHWHILE = 1.05
 # Forecasts of memory have been within 2%: a run that needs a larger share than this may still run out of memory.
 CLOSE = 0.95
+# What the forecasts for experts were fitted to.
+CALIBRATED_ON = (
+    "runs of two layers of Mixtral 8x7B and four of Qwen3-30B-A3B on one and two GPUs (benchmarks/experts.md), for "
+    "memory also on four runs of two layers of Mixtral (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
+)
 # Why there is no prediction.
 _EMULATED = (
     "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
@@ -39,16 +40,16 @@ _ON_LOCAL_LAYERS = (
     "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
     "trainer.precision out to train at full speed."
 )
-# Bytes a second of one GPU: to host memory, while the loop stands still; and from there to the disk, beside the loop
-# (`checkpoint.async_save`) or not.
+# Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, in parallel
+# (`checkpoint.async_save`); and to the disk while the loop waits.
 _COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
-# While a checkpoint is written beside them, steps take this much longer.
+# Steps take this much longer while a checkpoint is written.
 _SLOWER = 0.2
 # A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
 _SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
-def memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
+def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
     """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
     where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
@@ -60,10 +61,8 @@ def memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
 
 
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
-    def needed(forecast: MemoryForecast) -> float:
-        return forecast.needed_gib
-
-    remedies = plan_remedies(spec.config, spec.launch, spec.platform, needed)
+    needed = attrgetter("needed_gib")
+    remedies = plan_remedies(spec, needed)
     enough = [remedy for remedy in remedies if remedy.needed_gib <= gpu.memory_gib]
     enough += plan_more_gpus(spec.config, needed, gib=gpu.memory_gib)
     told = "; ".join(f"{remedy.overrides} ({remedy.needed_gib:.1f} GiB)" for remedy in enough or remedies)
@@ -73,14 +72,11 @@ def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
     return f"Ways out: a smaller model, or several changes; {less}"
 
 
-def fp8_verdict(*, bf16: Speed, fp8: Speed | None, recipe: str, is_on: bool, problem: str) -> str:
-    """Whether FP8 pays.
-
-    `fp8` is None where a rule, whose message is `problem`, refuses it.
-    """
-    if fp8 is None:
-        return f"FP8: would be refused here: {problem}"
-    ratio = bf16.step_s / fp8.step_s
+def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> str:
+    """Whether FP8 pays."""
+    bf16, fp8, ratio = speed.bf16, speed.fp8, speed.ratio
+    if fp8 is None or ratio is None:
+        return f"FP8: would be refused here: {speed.problem}"
     saved = bf16.seconds["GEMMs"] - fp8.seconds["GEMMs"]
     overhead = sum(fp8.seconds.get(name, 0.0) for name in ("FP8 casts", "FP8 parameters"))
     share = bf16.seconds["GEMMs"] / bf16.step_s
@@ -92,7 +88,7 @@ def fp8_verdict(*, bf16: Speed, fp8: Speed | None, recipe: str, is_on: bool, pro
     if waits > overhead:
         why += f"; the GPU waits {_ms(waits)} for the host to launch so small kernels, fewer in larger microbatches"
     if ratio >= WORTHWHILE:
-        return f"FP8: {'pays' if is_on else f'would pay (fp8={recipe})'}, {ratio:.2f}× BF16: {why}."
+        return f"FP8: {'pays' if is_on else f'would pay (fp8={speed.fp8_recipe})'}, {ratio:.2f}× BF16: {why}."
     advice = "use fp8=none, or larger layers or microbatches" if is_on else "stay with BF16"
     return f"FP8: {'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
 
@@ -101,13 +97,13 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def experts_verdict(model: ModelConfig, run: Speed | None) -> str:
-    """What the forecasts for experts rest on; `run` is None where no speed is predicted."""
+def _experts_verdict(model: ModelConfig, run: Speed | None) -> str:
+    """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated on {CALIBRATED_ON} alone, and no other model or machine"]
     if at_first > 1:
         told.append(
-            f"the fullest rank is taken to have {at_first:.2f} times the mean number of rows at first, for its memory, "
+            f"the fullest rank is assumed to have {at_first:.2f} times the mean number of rows at first, for memory, "
             f"and {later:.2f} times once routers balance, for speed"
         )
     waits = 0.0 if run is None else run.seconds.get("waiting for the host", 0.0)
@@ -126,7 +122,7 @@ class CheckpointForecast:
     num_bytes: float
     """Of the whole checkpoint."""
     bytes_per_gpu: float
-    """Of each GPU's part; a save beside the loop also takes as much host memory."""
+    """Of each GPU's part; an `async_save` takes as much host memory."""
     stall_s: float
     """Seconds that a save holds the loop."""
     write_s: float
@@ -134,7 +130,7 @@ class CheckpointForecast:
     time_share: float | None
     """Share of the run's time that saves by the clock cost; None without such saves."""
     saves: str
-    """When the run saves (`describe_saves`)."""
+    """`describe_saves`."""
 
     @property
     def sentence(self) -> str:
@@ -150,23 +146,24 @@ class CheckpointForecast:
         return f"Checkpoints: {self.saves}; {size}; {cost}{share}."
 
 
-def _saves_by_clock(config: Config) -> bool:
+def _clock_interval_s(config: Config) -> float | None:
+    """Seconds between saves by the clock; None without them, or if the run ends before the first."""
     interval, limit = save_interval_s(config.checkpoint), max_time_s(config.trainer)
-    return interval is not None and (limit is None or interval < limit)
+    return interval if interval is not None and (limit is None or interval < limit) else None
 
 
 def describe_saves(config: Config) -> str:
     """When a run saves: "every 500 steps, every 30 minutes, at the end"; empty where it never does."""
     saves = config.checkpoint
     times = [f"every {saves.save_interval} steps"] if saves.save_interval is not None else []
-    times += [f"every {saves.save_interval_minutes:g} minutes"] if _saves_by_clock(config) else []
+    times += [f"every {saves.save_interval_minutes:g} minutes"] if _clock_interval_s(config) is not None else []
     times += ["at the end"] if saves.save_at_end else []
     return ", ".join(times)
 
 
 def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecast:
     """The checkpoints of a checked configuration."""
-    optim, saves = spec.model.optim, spec.config.checkpoint
+    optim = spec.model.optim
     weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
     master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)
     if optim.use_precision_aware_optimizer:
@@ -175,9 +172,9 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     num_bytes = num_parameters * (weight + master + moments)
     bytes_per_gpu = num_bytes / spec.launch.world_size
     stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE
-    if not saves.async_save:
+    if not spec.config.checkpoint.async_save:
         stall_s, write_s = bytes_per_gpu / _WRITTEN_ALONE, 0.0
-    interval = save_interval_s(saves) if _saves_by_clock(spec.config) else None
+    interval = _clock_interval_s(spec.config)
     return CheckpointForecast(
         num_bytes=num_bytes,
         bytes_per_gpu=bytes_per_gpu,
@@ -186,23 +183,6 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
         time_share=None if interval is None else (stall_s + _SLOWER * write_s) / interval,
         saves=describe_saves(spec.config),
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SpeedForecast:
-    """The speed of the run, and of the same run in BF16 and in FP8."""
-
-    run: Speed
-    bf16: Speed
-    fp8: Speed | None
-    """None where FP8 could not run: see `Plan.sentences`."""
-    fp8_recipe: str
-    """The recipe of `fp8`: the run's own, or the usual one where the run is in BF16 (`with_usual_fp8`)."""
-
-    @property
-    def ratio(self) -> float | None:
-        """FP8 ÷ BF16."""
-        return None if self.fp8 is None else self.bf16.step_s / self.fp8.step_s
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -241,47 +221,23 @@ def _num_parameters(spec: RunSpec) -> int:
     return stage.num_parameters
 
 
-def _forecast_speed(spec: RunSpec, machine: Machine) -> tuple[SpeedForecast, str]:
-    """The speeds, and why FP8 could not run where it could not."""
-
-    def speed_of(model: ModelConfig) -> Speed:
-        # Kernels depend on FP8.
-        varied = build_run_spec(replace(spec.config, model=model), spec.launch, spec.platform)
-        return predict_speed(machine, varied)
-
-    bf16 = speed_of(without_fp8(spec.model))
-    if spec.fp8 is not None:
-        run = predict_speed(machine, spec)
-        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.preset), ""
-    usual = with_usual_fp8(spec.model)
-    assert usual.fp8_recipe is not None
-    problems = config_problems(replace(spec.config, model=usual), spec.launch)
-    fp8 = None if problems else speed_of(usual)
-    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe=usual.fp8_recipe.name), "".join(problems[:1])
-
-
-def build_plan(config: Config, launch: Launch) -> Plan:
+def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
-    gpu = GPUS[config.plan.gpu]
-    spec = build_run_spec(config, launch, planned_platform(config, launch))
+    gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
     memory = forecast_memory(spec, gpu)
     num_parameters = _num_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)
-    sentences = [memory_verdict(memory, gpu, spec)]
+    sentences = [_memory_verdict(memory, gpu, spec)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
         sentences.append(_EMULATED)
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
         sentences.append(_ON_LOCAL_LAYERS)
     else:
-        speed, problem = _forecast_speed(spec, Machine(gpu=gpu))
-        sentences.append(
-            fp8_verdict(
-                bf16=speed.bf16, fp8=speed.fp8, recipe=speed.fp8_recipe, is_on=spec.fp8 is not None, problem=problem
-            )
-        )
+        speed = forecast_speed(spec, gpu)
+        sentences.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
     if spec.model.num_moe_experts is not None:
-        sentences.append(experts_verdict(spec.model, None if speed is None else speed.run))
+        sentences.append(_experts_verdict(spec.model, None if speed is None else speed.run))
     return Plan(
         spec=spec,
         gpu=gpu,

@@ -1,4 +1,4 @@
-"""How long the kernels of one microbatch take on one GPU: a roofline, each product and each pass over memory by itself.
+"""How long the kernels of one microbatch take on one GPU: a roofline for each product and each pass over memory.
 
 A product of [m, k] and [k, n] takes as long as its arithmetic at the peak that training reaches, or as its bytes at the
 memory's bandwidth, whichever is longer. Everything else is bytes over bandwidth, and each kernel starts a little after
@@ -7,20 +7,13 @@ peaks are `machine.EFFICIENCY`.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import (
-    PRODUCTS_OF_EXPERT,
-    ROUTING_BYTES,
-    ROUTING_KERNELS,
-    WEIGHTED_ACTIVATION_BYTES,
-    passage,
-)
-from gpt_pretrain.plan.machine import EFFICIENCY, Efficiency, Gpu
+from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
+from gpt_pretrain.plan.stages import Stage, passage
 from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -31,41 +24,43 @@ from gpt_pretrain.spec.run_spec import RunSpec
 LOSS_BYTES_PER_LOGIT = 43
 # With `megatron.loss`: one kernel reads the BF16 logits, another reads them and writes the gradient.
 LINEAR_LOSS_BYTES_PER_LOGIT = 6
-# Kernels of one layer, forward and backward, beside products, attention and casts.
+# Kernels of one layer, forward and backward, without products, attention and casts.
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
 # Width of the heads whose speed is `Efficiency.attention`; those of 64 reached 0.59 of it (GPT-2 124M).
 ATTENTION_WIDTH = 128
+# Products of an expert's two linear layers, forward and backward.
+PRODUCTS_OF_EXPERT = 6
+# Bytes per value of an expert's inner width that its activation reads and writes beyond a dense layer's, forward and
+# backward: it multiplies by the routing weight in fp32, whose gradient is a sum over the activation. Two layers of
+# Mixtral: 15 ms of 43 on an H100 that a dense layer's passes do not explain.
+WEIGHTED_ACTIVATION_BYTES = 20
+# Kernels of routing and permutation, forward and backward, without passes over rows: scores, choice, weights, auxiliary
+# losses, counts, the sort of the map and the exchange of counts, each over a few values per token.
+ROUTING_KERNELS = 80
+# Bytes that these read and write per token and expert, in fp32 or as 64-bit indices.
+ROUTING_BYTES = 160
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
-    """A GPU and the shares of its peaks that training reaches."""
-
-    gpu: Gpu
-    efficiency: Efficiency = EFFICIENCY
-
-    def memory_s(self, num_bytes: float, kernels: int = 1) -> float:
-        """Seconds of kernels that only move bytes."""
-        bandwidth = self.gpu.bandwidth_tb_s * 1e12 * self.efficiency.bandwidth
-        return num_bytes / bandwidth + kernels * self.efficiency.kernel_s
-
-    def gemm_s(self, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
-        """Seconds of one product; if it `accumulates`, weight gradients are added to fp32 ones, not written in BF16."""
-        own = self.efficiency
-        if gemm.fp8 and recipe is not None:
-            size, rate = 1, self.gpu.fp8_tflops * 1e12 * recipe.peak_share
-        else:
-            size, rate = 2, self.gpu.bf16_tflops * 1e12 * own.bf16
-        arithmetic = gemm.flops / rate * (1 + own.depth / gemm.k)
-        read = size * (gemm.m * gemm.k + gemm.k * gemm.n)
-        written = (8 if accumulates and gemm.phase == "wgrad" else 2) * gemm.m * gemm.n
-        memory = gemm.linear.count * (read + written) / (self.gpu.bandwidth_tb_s * 1e12 * own.bandwidth)
-        return max(arithmetic, memory) + own.kernel_s
+def memory_s(gpu: Gpu, num_bytes: float, kernels: int = 1) -> float:
+    """Seconds of kernels that only move bytes."""
+    return num_bytes / (gpu.bandwidth_tb_s * 1e12 * EFFICIENCY.bandwidth) + kernels * EFFICIENCY.kernel_s
 
 
-def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) -> float:
+def gemm_s(gpu: Gpu, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
+    """Seconds of one product; if it `accumulates`, weight gradients are added to fp32 ones, not written in BF16."""
+    if gemm.fp8 and recipe is not None:
+        size, rate = 1, gpu.fp8_tflops * 1e12 * recipe.peak_share
+    else:
+        size, rate = 2, gpu.bf16_tflops * 1e12 * EFFICIENCY.bf16
+    arithmetic = gemm.flops / rate * (1 + EFFICIENCY.depth / gemm.k)
+    read = size * (gemm.m * gemm.k + gemm.k * gemm.n)
+    written = (8 if accumulates and gemm.phase == "wgrad" else 2) * gemm.m * gemm.n
+    return max(arithmetic, memory_s(gpu, gemm.linear.count * (read + written), kernels=0)) + EFFICIENCY.kernel_s
+
+
+def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, *, fused: bool) -> float:
     """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
 
     Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
@@ -80,21 +75,21 @@ def _cast_s(machine: Machine, linear: Linear, recipe: Recipe, *, fused: bool) ->
     elif fused and linear.kind == FC2:
         of_input = 2 * from_itself
     inputs, gradients = linear.local_tokens * linear.in_features, linear.tokens * linear.out_features
-    return machine.memory_s(linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
+    return memory_s(gpu, linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
 
 
-def _attention_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
+def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     """Causal attention: half of the scores."""
     model = spec.model
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
-    # The cost of a score beside its products weighs more in narrow heads.
-    reached = machine.efficiency.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
+    # What a score costs besides its products weighs more in narrow heads.
+    reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
     if spec.fp8 is not None and spec.fp8.dot_product_attention:
-        reached *= machine.efficiency.fp8_attention
+        reached *= EFFICIENCY.fp8_attention
     if spec.kernels.use_flash_attention:
-        reached *= machine.efficiency.flash_attention
-    return flops / (machine.gpu.bf16_tflops * 1e12 * reached) + 3 * machine.efficiency.kernel_s
+        reached *= EFFICIENCY.flash_attention
+    return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 
 
 def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
@@ -113,16 +108,16 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     return 2.0 * (stream + rows * activation + tokens * (rotary_or_copy / 2 + bias))
 
 
-def _routing_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
+def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
-    model, way = spec.model, passage(spec.model, layer)
+    model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = way.passes(fused=spec.kernels.moe_permute_fusion)
-    return machine.memory_s(2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
+    passes = passage(model, layer).passes(fused=spec.kernels.moe_permute_fusion)
+    return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 
-def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
-    """Seconds of one layer and one microbatch, forward and backward, by what they are spent on."""
+def layer_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
+    """Seconds of one layer and one microbatch, forward and backward, by kind of work."""
     recipe = None if spec.fp8 is None else spec.fp8.recipe
     in_local_layers = spec.fp8 is not None and spec.fp8.in_local_layers
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
@@ -131,86 +126,77 @@ def layer_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> dict[str, f
     for linear in layer:
         # TorchAO writes weight gradients in BF16, which are added afterwards.
         accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")
-        seconds["GEMMs"] += sum(machine.gemm_s(gemm, recipe, accumulates=accumulates) for gemm in gemms(linear))
+        seconds["GEMMs"] += sum(gemm_s(gpu, gemm, recipe, accumulates=accumulates) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
-            seconds["FP8 casts"] += _cast_s(machine, linear, recipe, fused=fused)
+            seconds["FP8 casts"] += _cast_s(gpu, linear, recipe, fused=fused)
         if not accumulates:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
-            seconds["gradient accumulation"] += machine.memory_s(linear.num_weights * 10)
-    seconds["attention"] = _attention_s(machine, spec, layer[0].tokens)
+            seconds["gradient accumulation"] += memory_s(gpu, linear.num_weights * 10)
+    seconds["attention"] = _attention_s(gpu, spec, layer[0].tokens)
     elementwise = _elementwise_bytes(spec.model, layer)
-    seconds["norms, activation, residuals"] = machine.memory_s(elementwise, ELEMENTWISE_KERNELS)
+    seconds["norms, activation, residuals"] = memory_s(gpu, elementwise, ELEMENTWISE_KERNELS)
     if spec.model.num_moe_experts is not None:
-        seconds["routing and permutation"] = _routing_s(machine, spec, layer)
+        seconds["routing and permutation"] = _routing_s(gpu, spec, layer)
     return seconds
 
 
-def recompute_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, whole: bool) -> float:
+def recompute_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], *, whole: bool) -> float:
     """Seconds of a second forward pass of one layer, or of its attention alone."""
     recipe = None if spec.fp8 is None else spec.fp8.recipe
-    forward = _attention_s(machine, spec, layer[0].tokens) * 2 / ATTENTION_PRODUCTS
+    forward = _attention_s(gpu, spec, layer[0].tokens) * 2 / ATTENTION_PRODUCTS
     if whole:
-        forward += sum(machine.gemm_s(gemms(linear)[0], recipe) for linear in layer)
-        forward += machine.memory_s(_elementwise_bytes(spec.model, layer) / 3)
+        forward += sum(gemm_s(gpu, gemms(linear)[0], recipe) for linear in layer)
+        forward += memory_s(gpu, _elementwise_bytes(spec.model, layer) / 3)
         if recipe is not None:
             in_fp8 = [linear for linear in layer if linear.precision == "fp8"]
-            forward += sum(_cast_s(machine, linear, recipe, fused=False) / 2 for linear in in_fp8)
+            forward += sum(_cast_s(gpu, linear, recipe, fused=False) / 2 for linear in in_fp8)
     return forward
 
 
-def head_s(machine: Machine, spec: RunSpec, head: Linear) -> dict[str, float]:
+def head_s(gpu: Gpu, spec: RunSpec, head: Linear) -> dict[str, float]:
     """Seconds of the LM head and the loss for one microbatch, forward and backward."""
     logits = head.tokens * head.out_features
     linear = spec.kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
     # As for the layers. The linear loss first sums its chunks in fp32: zeroed, then read as 4 bytes, written as BF16.
     unfused = 10 + (10 if linear else 0)
-    accumulated = 0 if spec.kernels.gradient_accumulation_fusion else head.out_features * head.in_features * unfused
+    accumulated = 0 if spec.kernels.gradient_accumulation_fusion else head.num_weights * unfused
     return {
-        "LM head": sum(machine.gemm_s(gemm, None) for gemm in gemms(head)),
-        "loss": machine.memory_s(logits * (LINEAR_LOSS_BYTES_PER_LOGIT if linear else LOSS_BYTES_PER_LOGIT)),
-        "gradient accumulation": machine.memory_s(accumulated) if accumulated else 0.0,
+        "LM head": sum(gemm_s(gpu, gemm, None) for gemm in gemms(head)),
+        "loss": memory_s(gpu, logits * (LINEAR_LOSS_BYTES_PER_LOGIT if linear else LOSS_BYTES_PER_LOGIT)),
+        "gradient accumulation": memory_s(gpu, accumulated) if accumulated else 0.0,
     }
 
 
-def weight_cast_s(machine: Machine, spec: RunSpec, stage_linears: Sequence[Linear]) -> float:
+def weight_cast_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> float:
     """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
     if spec.fp8 is None or spec.fp8.params:
         return 0.0
     passes = 4 + 2 * spec.fp8.recipe.searches_amax
-    in_fp8 = (linear for linear in stage_linears if linear.precision == "fp8")
-    return sum(machine.memory_s(linear.num_weights * passes) for linear in in_fp8)
+    return sum(memory_s(gpu, linear.num_weights * passes) for linear in stage.linears if linear.precision == "fp8")
 
 
-def _expert_products_s(machine: Machine, spec: RunSpec, experts: int) -> float:
-    """Seconds that the host needs to launch the products of a layer's experts one by one, forward and backward."""
-    if spec.kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
-        return 0.0
-    own = machine.efficiency
-    each = own.host_s_per_expert_product if spec.fp8 is None else own.host_s_per_fp8_expert_product
-    return PRODUCTS_OF_EXPERT * (experts // spec.layout.ep) * each
-
-
-def host_layer_s(machine: Machine, spec: RunSpec) -> float:
+def host_layer_s(spec: RunSpec) -> float:
     """Seconds that the host needs to launch one layer for one microbatch, forward and backward."""
-    own, layout = machine.efficiency, spec.layout
+    layout, bf16 = spec.layout, spec.fp8 is None
     if spec.kernels.cuda_graph_impl is not None:
-        return own.host_s_per_graphed_layer
-    each = own.host_s_per_layer if spec.fp8 is None else own.host_s_per_fp8_layer
-    if spec.model.num_moe_experts is not None:
-        each += _expert_products_s(machine, spec, spec.model.num_moe_experts)
-    each += own.host_s_per_tp_layer if layout.tp > 1 else 0.0
-    return each + (own.host_s_per_cp_layer if layout.cp > 1 else 0.0)
+        return EFFICIENCY.host_s_per_graphed_layer
+    each = EFFICIENCY.host_s_per_layer if bf16 else EFFICIENCY.host_s_per_fp8_layer
+    if spec.model.num_moe_experts is not None and spec.kernels.moe_grouped_kernel is not MoeGroupedKernel.triton:
+        product = EFFICIENCY.host_s_per_expert_product if bf16 else EFFICIENCY.host_s_per_fp8_expert_product
+        each += PRODUCTS_OF_EXPERT * (spec.model.num_moe_experts // layout.ep) * product
+    each += EFFICIENCY.host_s_per_tp_layer if layout.tp > 1 else 0.0
+    return each + (EFFICIENCY.host_s_per_cp_layer if layout.cp > 1 else 0.0)
 
 
-def host_s(machine: Machine, spec: RunSpec, layers: float) -> float:
+def host_s(spec: RunSpec, layers: float) -> float:
     """Seconds that the host needs to launch one step; a faster GPU waits for it.
 
     `layers` is a stage's layers times microbatches, where a recomputed layer counts as more than one.
     """
-    return machine.efficiency.host_s_per_step + layers * host_layer_s(machine, spec)
+    return EFFICIENCY.host_s_per_step + layers * host_layer_s(spec)
 
 
 def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:
-    """Adds the seconds of a part, by what they are spent on, to a total."""
+    """Adds the seconds of a part to a total, by kind of work."""
     for name, value in part.items():
         total[name] = total.get(name, 0.0) + factor * value

@@ -1,13 +1,11 @@
-"""The machine of a plan: GPUs by their data sheets, how much of that training gets, and the run's processes on them.
+"""The machine of a plan: GPUs by their data sheets, the share of that which training reaches, and the run's processes.
 
-The peaks are dense (half of what is quoted with sparsity). Sources:
-NVIDIA H100 Tensor Core GPU data sheet (SXM5), H200 data sheet (SXM5), and HGX B200 (1,000 W): NVIDIA Blackwell
-architecture brief and DGX B200 data sheet. Memory is what `nvidia-smi` shows of a whole GPU: H100 81,559 MiB, H200
-143,771 MiB (the benchmarks of this repository), B200 183,359 MiB.
+The peaks are dense (half of what is quoted with sparsity). Sources: NVIDIA H100 Tensor Core GPU data sheet (SXM5), H200
+data sheet (SXM5), and HGX B200 (1,000 W): NVIDIA Blackwell architecture brief and DGX B200 data sheet. Memory is what
+`nvidia-smi` shows: for H100 and H200 in this repository's benchmarks.
 
-Training's own rules and translations get the planned processes and platform in place of the machine that the plan is
-made on, as if a launcher had started the run there. Needs no torch, so that a command line that breaks a rule is
-refused at once.
+Training's rules and translations get the planned processes and platform, as if a launcher had started the run there. No
+torch is imported, so that a command line that breaks a rule is refused at once.
 """
 
 import math
@@ -21,6 +19,7 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_variables
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
@@ -44,20 +43,19 @@ class Gpu:
     """Of the HBM, in 10^12 bytes per second."""
     nvlink_gb_s: float
     """To all other GPUs of the node together, one direction, in 10^9 bytes per second."""
-    network_gb_s: float
+    network_gb_s: float = 50.0
     """To other nodes, one direction: one 400 Gb/s adapter per GPU (DGX H100 and B200)."""
 
     @property
     def needs_fp8_transposes(self) -> bool:
-        """Whether the tensor cores multiply FP8 in one layout only, so that a transposed copy of each operand is kept.
+        """Whether FP8 products take one layout only, so that layers keep a transposed copy of each operand.
 
-        Hopper does (TE 2.12, `is_non_tn_fp8_gemm_supported`); block scales need two copies everywhere.
+        Hopper's do (TE 2.12, `is_non_tn_fp8_gemm_supported`); block scales need two copies everywhere.
         """
         return self.compute_capability < (10, 0)
 
 
-# Dense BF16 tensor-core peaks in TFLOP/s. The first name that the device's own name contains counts, so longer names
-# come first.
+# Dense BF16 tensor-core peaks in TFLOP/s. The first name that the device's name contains counts: longer names first.
 _BF16_TFLOPS = {
     "H100 PCIe": 756.0,
     "H100 NVL": 835.0,
@@ -75,7 +73,7 @@ _BF16_TFLOPS = {
 
 
 def bf16_peak_tflops(device_name: str) -> float | None:
-    """Dense BF16 peak of a GPU in TFLOP/s; None for one that no data sheet here is of, and for "CPU"."""
+    """Dense BF16 peak of a GPU in TFLOP/s; None for "CPU" and for GPUs not listed here."""
     return next((peak for name, peak in _BF16_TFLOPS.items() if name in device_name), None)
 
 
@@ -88,7 +86,6 @@ GPUS = {
         memory_gib=81_559 / 1024,
         bandwidth_tb_s=3.35,
         nvlink_gb_s=450.0,
-        network_gb_s=50.0,
     ),
     PlanGpu.h200: Gpu(
         name="NVIDIA H200",
@@ -98,7 +95,6 @@ GPUS = {
         memory_gib=143_771 / 1024,
         bandwidth_tb_s=4.8,
         nvlink_gb_s=450.0,
-        network_gb_s=50.0,
     ),
     PlanGpu.b200: Gpu(
         name="NVIDIA B200",
@@ -108,7 +104,6 @@ GPUS = {
         memory_gib=183_359 / 1024,
         bandwidth_tb_s=8.0,
         nvlink_gb_s=900.0,
-        network_gb_s=50.0,
     ),
 }
 
@@ -124,7 +119,7 @@ class Efficiency:
     bf16: float = 0.70
     """Share of the BF16 peak that a large GEMM reaches under the power limit of a training step."""
     depth: int = 50
-    """A GEMM of inner dimension k runs at k / (k + depth) of that: its start and end do not overlap with products."""
+    """A GEMM of inner dimension k runs at k / (k + depth) of that: nothing overlaps its start and end."""
     attention: float = 0.45
     """Share of the BF16 peak that fused causal attention reaches, forward and backward together."""
     fp8_attention: float = 1.2
@@ -139,12 +134,12 @@ class Efficiency:
     kernel_s: float = 3e-6
     """From the end of a kernel to the start of the next."""
 
-    # GPT-2 124M: 48 layers a step took the host 224 ms in BF16, 332 in tensorwise and 128 with graphs, where it was the
-    # slower one, and 12 layers 75 and 107 ms (benchmarks/gpt2_124m_1xh200.md).
+    # What the host needs to launch kernels. GPT-2 124M, where the host was slower than the GPU: 48 layers a step took
+    # 224 ms in BF16, 332 in tensorwise and 128 with graphs, and 12 layers 75 and 107 (benchmarks/gpt2_124m_1xh200.md).
     host_s_per_step: float = 27e-3
-    """What the host needs to launch a step beside its layers."""
+    """For a step without its layers."""
     host_s_per_layer: float = 4.1e-3
-    """What the host needs to launch one layer, forward and backward, and its share of embedding and loss."""
+    """For one layer, forward and backward, and its share of embedding and loss."""
     host_s_per_fp8_layer: float = 6.4e-3
     """The same with FP8's casts and scales."""
     host_s_per_graphed_layer: float = 2.1e-3
@@ -153,38 +148,38 @@ class Efficiency:
     # all experts (an H100), on one GPU, and both on two H100s (EP 2 and DP 2), ask for 2 to 7 ms
     # (benchmarks/experts.md).
     count_wait_s_per_layer: float = 4e-3
-    """How long the GPU idles in one layer with experts, forward and backward: in the middle of its forward pass the
-    host waits for the counts of their tokens, and cannot run ahead."""
+    """How long the GPU idles in one layer with experts, forward and backward: the host cannot run ahead, since it waits
+    for the counts of their tokens in the middle of the forward pass."""
     # Four layers of Qwen3-30B-A3B, four microbatches of 2 × 4,096 tokens a step, on one H200: 983 ms a step in BF16 and
-    # 1,179 in tensorwise scaling, of which kernels ran for 368 and 462. LM head, loss and optimizer are taken off, and
-    # a dense layer's time; 768 products of each layer share the rest.
+    # 1,179 in tensorwise scaling; kernels ran for 368 and 462 of them. Without LM head, loss, optimizer and a dense
+    # layer's time, 768 products of each layer share the rest.
     host_s_per_expert_product: float = 64e-6
-    """What the host needs to launch one product of one expert, where experts are multiplied one by one."""
+    """For one product of one expert, where experts are multiplied one by one."""
     host_s_per_fp8_expert_product: float = 77e-6
     """The same with FP8's casts and scales."""
-    # Four layers of Llama 3 8B in FP8 where the host was the slower one: 32 layers a step took 346 ms with TP 4 + SP,
-    # 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
+    # Four layers of Llama 3 8B in FP8, where the host was slower than the GPU: 32 layers a step took 346 ms with
+    # TP 4 + SP, 470 with CP 2, 489 with CP 4 and 590 with TP 2 + SP × CP 2, and 256 layers 2.63 s with TP 2 + SP
     # (benchmarks/layouts_4xh200.md).
     host_s_per_tp_layer: float = 3.5e-3
-    """What collectives of tensor parallelism add to launching one layer: measured in FP8, used for BF16 as well."""
+    """What tensor parallelism's collectives add to one layer: measured in FP8, used for BF16 as well."""
     host_s_per_cp_layer: float = 7.4e-3
-    """What context parallelism adds, with attention in parts and their exchange: measured in FP8, too much in BF16."""
+    """What context parallelism's split attention and exchanges add: measured in FP8, too much in BF16."""
     # 48 layers of 15.4B, recomputed in microbatches of 2,048 tokens, took 0.82 s a step of two of them on one machine
     # and 1.78 of four on another: 1.29 and 1.42 times as long as by the above (benchmarks/gpt_12_8b_15_4b_1xh200.md).
     host_forward: float = 1 / 3
-    """Share of a layer's launches that a second forward pass repeats."""
+    """Share of a layer's launches that a recomputed forward pass repeats."""
 
 
 EFFICIENCY = Efficiency()
 
 
-def planned_platform(config: Config, launch: Launch) -> Platform:
-    """A node with the planned GPUs, Transformer Engine and no apex; with the environment that the plan is made in.
+def planned_spec(config: Config) -> RunSpec:
+    """The planned run, on a node with Transformer Engine, without apex, and with this machine's environment.
 
-    FlashAttention-4, an optional package, is there only where `model.use_flash_attention=true` asks for it.
+    It has FlashAttention-4, an optional package, only if `model.use_flash_attention=true` asks for it.
     """
-    gpu = GPUS[config.plan.gpu]
-    return Platform(
+    launch, gpu = _planned_launch(config), GPUS[config.plan.gpu]
+    platform = Platform(
         cuda=True,
         num_gpus=launch.local_world_size,
         device_name=gpu.name,
@@ -196,43 +191,45 @@ def planned_platform(config: Config, launch: Launch) -> Platform:
         multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
     )
+    return build_run_spec(config, launch, platform)
 
 
-def _refusals(config: Config, launch: Launch) -> list[str]:
-    return machine_problems(config, launch, planned_platform(config, launch))
+def _refusals(config: Config) -> list[str]:
+    spec = planned_spec(config)
+    return machine_problems(config, spec.launch, spec.platform)
 
 
-def platform_problems(config: Config, launch: Launch) -> list[str]:
-    """What the planned machine would refuse, with the GPUs that would not."""
-    problems = _refusals(config, launch)
+def platform_problems(config: Config) -> list[str]:
+    """What the planned machine would refuse, with the GPUs that would accept it."""
+    problems = _refusals(config)
     if not problems:
         return []
     on_others = {gpu.name: replace(config, plan=replace(config.plan, gpu=gpu)) for gpu in GPUS}
-    fitting = [name for name, other in on_others.items() if not _refusals(other, launch)]
+    fitting = [name for name, other in on_others.items() if not _refusals(other)]
     return [f"{problem}; or plan.gpu={' or '.join(fitting)}" if fitting else problem for problem in problems]
 
 
 def planned_world_size(config: Config) -> int:
     """Processes of the planned run, one per GPU.
 
-    `plan.num_gpus`, else `trainer.devices` × `trainer.num_nodes` where either is given, else the fewest that the layout
-    can do with: one data-parallel rank, or as many as experts are shared out over.
+    `plan.num_gpus`, else `trainer.devices` × `trainer.num_nodes` if either is given, else the fewest that the layout
+    allows: one data-parallel rank, or as many as share the experts.
     """
     model, trainer = config.model, config.trainer
-    stage = model.tensor_model_parallel_size * model.context_parallel_size
-    if model.num_moe_experts is not None:
-        stage = math.lcm(stage, model.expert_model_parallel_size * expert_tensor_parallel_size(model))
-    layout = model.pipeline_model_parallel_size * stage
     if config.plan.num_gpus is not None:
         return max(1, config.plan.num_gpus)
     if trainer.devices is not None:
         return max(1, trainer.devices * (trainer.num_nodes or 1))
-    # A number of nodes alone: as many whole replicas as it takes to give each node the same number of processes.
+    stage = model.tensor_model_parallel_size * model.context_parallel_size
+    if model.num_moe_experts is not None:
+        stage = math.lcm(stage, model.expert_model_parallel_size * expert_tensor_parallel_size(model))
+    layout = model.pipeline_model_parallel_size * stage
+    # A number of nodes alone: the fewest whole replicas that give each node the same number of processes.
     return max(1, math.lcm(max(1, layout), max(1, trainer.num_nodes or 1)))
 
 
 def planned_world_problems(config: Config) -> Iterator[str]:
-    """What `plan.num_gpus` cannot be."""
+    """Why `plan.num_gpus` is impossible."""
     num_gpus, trainer = config.plan.num_gpus, config.trainer
     if num_gpus is None:
         return
@@ -254,11 +251,11 @@ def planned_world_problems(config: Config) -> Iterator[str]:
 
 
 def planned_problems(config: Config) -> list[str]:
-    """Everything that training on the planned ranks would be refused for before it looks at the machine."""
-    return list(planned_world_problems(config)) or config_problems(config, planned_launch(config))
+    """Every rule that training on the planned ranks would break, before it looks at the machine."""
+    return list(planned_world_problems(config)) or config_problems(config, _planned_launch(config))
 
 
-def planned_launch(config: Config) -> Launch:
+def _planned_launch(config: Config) -> Launch:
     """Rank 0 of the planned run, on as few nodes of eight GPUs as hold it."""
     world_size, trainer = planned_world_size(config), config.trainer
     if trainer.devices is not None and trainer.devices > 0:

@@ -1,8 +1,8 @@
 """The memory of one GPU at its peak, item by item, for each pipeline stage.
 
-The peak is that of torch's allocator (`torch.cuda.max_memory_allocated`), from the second optimizer step on: the first
-one allocates the moments. It is reached in the forward or backward pass, where all kept activations and the logits are
-alive, or in an optimizer step that has to copy gradients. Weights, gradients and optimizer states follow
+The peak is that of torch's allocator (`torch.cuda.max_memory_allocated`) from the second optimizer step on, since the
+first one allocates the moments. It occurs in the forward or backward pass, while all kept activations and the logits
+are alive, or in an optimizer step that has to copy gradients. Weights, gradients and optimizer states follow
 megatron-core 0.19 (distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py and optimizer.py), the FP8
 copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weight_workspace`).
 """
@@ -15,19 +15,21 @@ from gpt_pretrain.config.choices import (
     MainParamsDtype,
     MoeGroupedKernel,
     RecomputeGranularity,
+    RecomputeMethod,
 )
-from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, rank_load
 from gpt_pretrain.plan.machine import Gpu
 from gpt_pretrain.plan.stages import (
+    BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
     Stage,
     element_bytes,
     held_fp8,
     layer_activations,
+    on_rank,
     per_layer,
     plan_stages,
+    rank_load,
 )
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
@@ -80,7 +82,7 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryForecast:
-    """The memory of the run."""
+    """The memory of a run."""
 
     stages: tuple[StageMemory, ...]
     recompute_peaks: Mapping[str, float]
@@ -105,7 +107,7 @@ class MemoryForecast:
         return self.needed_gib <= self.gpu_gib
 
 
-def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
+def _weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
     """Bytes that FP8 products read per weight: one, another in the other layout where needed, and scales."""
     if settings.recipe.scales_tensors:
         # TorchAO's products read one layout on every GPU.
@@ -115,8 +117,7 @@ def weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
 
 def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Masters and moments (`kernels.adam`)."""
-    model, optim, fp8 = spec.model, spec.model.optim, held_fp8(spec)
-    updated = stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
+    optim, fp8, updated = spec.model.optim, held_fp8(spec), stage.optimizer_parameters(spec)
     if not optim.use_precision_aware_optimizer:
         moments = OPTIMIZERS[optim.name].state_bytes(optim)
         return {"masters": updated * 4 if element_bytes(spec) == 2 else 0.0, "moments": updated * moments}
@@ -134,40 +135,39 @@ def _parameter_items(spec: RunSpec, stage: Stage, gpu: Gpu) -> dict[str, float]:
     in_fp8 = fp8 is not None and fp8.params
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
-        "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * weight_copies(fp8, gpu),
+        "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * _weight_copies(fp8, gpu),
         "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
         **_optimizer_items(spec, stage),
     }
 
 
-def _kept_activations(model: ModelConfig, stage: Stage, layers: Mapping[int, LayerActivations]) -> tuple[float, float]:
+def _kept_activations(model: ModelConfig, stage: Stage, layers: list[LayerActivations]) -> tuple[float, float]:
     """Bytes that all microbatches in flight keep, and what recomputation needs on top for a moment."""
-    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
-    chosen = list(layers.values())
-    share = stage.layers_in_flight / len(chosen)
+    granularity, count = model.activations_checkpoint_granularity, model.activations_checkpoint_num_layers or 1
+    num_layers = stage.layers_per_chunk
+    share = stage.chunks_in_flight * num_layers / len(layers)
+    whole = sum(layer.kept for layer in layers)
     if granularity is None:
-        return share * sum(layer.kept for layer in chosen), 0.0
+        return share * whole, 0.0
     if granularity is RecomputeGranularity.selective:
-        return share * sum(layer.kept_selective for layer in chosen), max(layer.attention_core for layer in chosen)
-    count = model.activations_checkpoint_num_layers or 1
-    largest = max(layer.kept for layer in chosen)
-    if method is not None and method.name == "block":
-        whole = stage.layers_per_chunk - min(count, stage.layers_per_chunk)
-        recomputed = share * (stage.layers_per_chunk - whole) / stage.layers_per_chunk
-        kept = recomputed * sum(layer.layer_input for layer in chosen)
-        kept += share * whole / stage.layers_per_chunk * sum(layer.kept for layer in chosen)
-        return kept, largest
-    units = -(-stage.layers_per_chunk // count)
-    return stage.chunks_in_flight * units * chosen[0].layer_input, min(count, stage.layers_per_chunk) * largest
+        kept = share * sum(layer.kept - layer.attention_core for layer in layers)
+        return kept, max(layer.attention_core for layer in layers)
+    count = min(count, num_layers)
+    largest = max(layer.kept for layer in layers)
+    if model.activations_checkpoint_method is RecomputeMethod.block:
+        kept = share * count / num_layers * sum(layer.layer_input for layer in layers)
+        return kept + share * (num_layers - count) / num_layers * whole, largest
+    units = -(-num_layers // count)
+    return stage.chunks_in_flight * units * layers[0].layer_input, count * largest
 
 
 def _logits_bytes(spec: RunSpec, head: Linear) -> float:
     """Logits at the peak of the loss, and what else the loss keeps.
 
-    There are the logits of the LM head in the run's precision, the fp32 softmax for the gradient, and where the loss is
+    megatron-core's loss keeps the logits in the run's precision, the fp32 softmax for the gradient, and where it is
     compiled (fusions/fused_cross_entropy.py) another fp32 tensor: the compiler copies what the code changes in place.
-    `megatron.loss` has the logits of one chunk and the gradients of all hidden states. It also has the head's gradient
-    in fp32, unless this goes into the main gradient, which several chunks do only where that is fp32 as well.
+    `megatron.loss` keeps the logits of one chunk and the gradients of all hidden states. It also keeps the head's
+    gradient in fp32 unless this goes into the main gradient, which several chunks do only if that is fp32 as well.
     """
     model, kernels = spec.model, spec.kernels
     columns = head.out_features
@@ -183,28 +183,27 @@ def _logits_bytes(spec: RunSpec, head: Linear) -> float:
 
 
 def _passing_peak(spec: RunSpec, stage: Stage, *, load: float) -> tuple[float, dict[str, float]]:
-    """Bytes that all microbatches keep, and what the loss or passing through a layer needs on top, the larger one.
+    """Bytes that all microbatches keep, and the larger of what the loss and passing through a layer need on top.
 
     `load` is the rows of the rank's experts over the mean.
     """
-    by_layer = per_layer(stage, lambda layer: layer_activations(spec, on_rank(layer, load)))
-    kept, recomputed = _kept_activations(spec.model, stage, by_layer)
+    layers = list(per_layer(stage, lambda layer: layer_activations(spec, on_rank(layer, load))).values())
+    kept, recomputed = _kept_activations(spec.model, stage, layers)
     if spec.model.overlap_moe_expert_parallel_comm:
         # A layer of the next microbatch has computed before one of this one is done.
-        kept += max(layer.kept for layer in by_layer.values())
+        kept += max(layer.kept for layer in layers)
     # The final norm's input and output; the embedding's output is the first layer's input.
-    kept += 2 * next(iter(by_layer.values())).layer_input if stage.head is not None else 0
+    kept += 2 * layers[0].layer_input if stage.head is not None else 0
     logits = _logits_bytes(spec, stage.head) if stage.head is not None else 0.0
-    passing = recomputed + max(layer.passing for layer in by_layer.values())
+    passing = recomputed + max(layer.passing for layer in layers)
     # Logits and the layers' gradients are not alive at once.
-    name = "logits and loss" if logits > passing else "backward pass"
-    return kept, {name: max(logits, passing)}
+    return kept, {"logits and loss": logits} if logits > passing else {"backward pass": passing}
 
 
 def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
-    """Placeholders of the weight gradients that products add to the main gradient: one tensor of each shape.
+    """One tensor of each shape of the weight gradients that products add to the main gradient.
 
-    Transformer Engine hands them to autograd, and keeps them (TE 2.12, `get_dummy_wgrad` of module/base.py).
+    Transformer Engine passes these to autograd, and keeps them (TE 2.12, `get_dummy_wgrad` of module/base.py).
     """
     kernels = spec.kernels
     if not (kernels.gradient_accumulation_fusion and kernels.transformer_engine):
@@ -212,8 +211,8 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
     without = {ROUTER}
     if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
         without |= {EXPERT_FC1, EXPERT_FC2}
-    of_layers = [linear for linear in stage.linears if linear.kind not in without]
-    return sum(2.0 * rows * columns for rows, columns in {(each.out_features, each.in_features) for each in of_layers})
+    shapes = {(each.out_features, each.in_features) for each in stage.linears if each.kind not in without}
+    return sum(2.0 * rows * columns for rows, columns in shapes)
 
 
 def _stage_memory(spec: RunSpec, stage: Stage, gpu: Gpu) -> StageMemory:
@@ -221,16 +220,15 @@ def _stage_memory(spec: RunSpec, stage: Stage, gpu: Gpu) -> StageMemory:
     items = _parameter_items(spec, stage, gpu)
     kept, passing = _passing_peak(spec, stage, load=1.0)
     uneven_kept, uneven_passing = _passing_peak(spec, stage, load=rank_load(model, BUSIEST_EXPERT_AT_FIRST))
-    peak = kept + sum(passing.values())
+    uneven_peak = uneven_kept + sum(uneven_passing.values())
     copies = 0.0
     if element_bytes(spec) == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
-        copies = 4 * stage.optimizer_parameters(spec.layout, sharded=uses_distributed_optimizer(model))
-    uneven_peak = uneven_kept + sum(uneven_passing.values())
+        copies = 4 * stage.optimizer_parameters(spec)
     if copies > uneven_peak:
         items["gradients in fp32"] = copies
     else:
-        items |= {"activations": kept, **passing, "uneven experts": uneven_peak - peak}
+        items |= {"activations": kept, **passing, "uneven experts": uneven_peak - (kept + sum(passing.values()))}
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
     items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
@@ -238,27 +236,29 @@ def _stage_memory(spec: RunSpec, stage: Stage, gpu: Gpu) -> StageMemory:
 
 def forecast_memory(spec: RunSpec, gpu: Gpu) -> MemoryForecast:
     """The memory of a checked configuration."""
-    config, stages = spec.config, plan_stages(spec)
+    stages = plan_stages(spec)
 
-    def peaks(granularity: RecomputeGranularity | None) -> tuple[StageMemory, ...]:
-        chosen = config.model.activations_checkpoint_granularity
-        model = config.model
-        if granularity is not chosen:
-            model = replace(
-                model,
-                activations_checkpoint_granularity=granularity,
-                activations_checkpoint_method=None,
-                activations_checkpoint_num_layers=1,
-            )
-        varied = replace(spec, config=replace(config, model=model))
+    def memory_of(varied: RunSpec) -> tuple[StageMemory, ...]:
         return tuple(_stage_memory(varied, stage, gpu) for stage in stages)
 
-    names = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
-    own = peaks(config.model.activations_checkpoint_granularity)
-    peak = max(stage.peak for stage in own) / GIB
+    def peak_with(granularity: RecomputeGranularity | None) -> float:
+        if granularity is spec.model.activations_checkpoint_granularity:
+            return peak
+        model = replace(
+            spec.model,
+            activations_checkpoint_granularity=granularity,
+            activations_checkpoint_method=None,
+            activations_checkpoint_num_layers=1,
+        )
+        varied = replace(spec, config=replace(spec.config, model=model))
+        return max(stage.peak for stage in memory_of(varied))
+
+    own = memory_of(spec)
+    peak = max(stage.peak for stage in own)
+    granularities = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
     return MemoryForecast(
         stages=own,
-        recompute_peaks={name: max(stage.peak for stage in peaks(granularity)) for name, granularity in names.items()},
+        recompute_peaks={name: peak_with(granularity) for name, granularity in granularities.items()},
         gpu_gib=gpu.memory_gib,
-        outside_gib=CONTEXT_GIB + (NCCL_GIB if spec.layout.world_size > 1 else 0.0) + FRAGMENTATION * peak,
+        outside_gib=CONTEXT_GIB + (NCCL_GIB if spec.layout.world_size > 1 else 0.0) + FRAGMENTATION * (peak / GIB),
     )

@@ -1,15 +1,14 @@
-"""Memory that a run lacks: what would need less, a refusal where a run cannot start, an explanation where it ran out.
+"""What to do about memory that a run lacks: refuse a run that cannot start, explain one that ran out, offer remedies.
 
-Remedies keep what is computed: the same weights, batch and steps. What breaks a rule is left out.
+A remedy breaks no rule and keeps what is computed: the same weights, batch and steps. Needs are the plan's forecast,
+for a run on this machine instead of the planned one. It was calibrated on GPUs; on the CPU its total is less exact. A
+process there may use the machine's memory, or what its container or Slurm job leaves it.
 
-The forecast is the plan's. For a run it is made for the machine at hand instead of a planned one. It was calibrated on
-GPUs; on the CPU it tells how the memory divides, and the total less exactly. A process there may have the machine's
-memory, or what its container or Slurm job leaves it.
-
-Only what asks a GPU imports torch: a plan needs none.
+Only functions that ask a GPU import torch: a plan needs none.
 """
 
 import os
+import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -17,23 +16,23 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import data_parallel_size, uses_distributed_optimizer
+from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, Gpu, planned_launch, planned_platform, planned_problems
+from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
-# How many times the GPUs are offered; where even so many are too few, a smaller model is meant.
+# Multiples of the GPUs that are offered; if even the largest is too few, the model is too large.
 _TIMES_THE_GPUS = (2, 4, 8, 16, 32, 64)
-# What a run holds from its first step on, whatever its batches are: counted, not estimated.
+# What a run holds from its first step on, independent of its batches: counted, not estimated.
 _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
-# How torch's allocators, CUDA and NCCL say it.
+# The words of torch's allocators, CUDA and NCCL.
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -42,42 +41,37 @@ _MEMORY = Path("/proc/meminfo")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remedy:
-    """A change of the configuration that needs less memory, by the forecast."""
+    """A change of the configuration, and the memory that it would need."""
 
     overrides: str
     """As one would type it."""
     needed_gib: float
-    """What would be needed then."""
 
 
 def _peak_gib(forecast: MemoryForecast) -> float:
-    """The peak of torch's allocator on the worst stage."""
     return forecast.worst.peak / GIB
 
 
-def plan_remedies(
-    config: Config, launch: Launch, platform: Platform, needed: Callable[[MemoryForecast], float] = _peak_gib
-) -> list[Remedy]:
+def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float] = _peak_gib) -> list[Remedy]:
     """The changes that would save this run memory on as many processes, the most helpful first.
 
-    Changes that break a rule are left out. `needed` says which GiB of a forecast should become fewer.
+    `needed` picks the GiB of a forecast that should become fewer.
     """
-    # The rules ask for the precision as well.
-    config = _as_run(config, platform)
-    before = needed(_forecast_of(config, launch, platform))
+    before = needed(_forecast_of(spec))
     found = []
-    for changes in _changes(config.model, launch):
-        varied = replace(config, model=replace(config.model, **changes))
-        if config_problems(varied, launch):
+    for changes in _changes(spec):
+        varied = replace(spec.config, model=replace(spec.model, **changes))
+        if config_problems(varied, spec.launch):
             continue
-        after = needed(_forecast_of(varied, launch, platform))
+        after = needed(_forecast_of(build_run_spec(varied, spec.launch, spec.platform)))
         if after < before * (1 - _WORTHWHILE):
             found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
     return sorted(found, key=lambda remedy: remedy.needed_gib)
 
 
-def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
-    """Changes of `model` that keep weights, batch and steps as they are."""
+def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
+    """Changes of `model` that keep weights, batch and steps."""
+    model = spec.model
     for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
         yield {"micro_batch_size": size}
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
@@ -91,15 +85,15 @@ def _changes(model: ModelConfig, launch: Launch) -> Iterator[dict[str, Any]]:
     if not uses_distributed_optimizer(model):
         yield {"use_distributed_optimizer": True}
     if not model.optim.use_precision_aware_optimizer:
-        # With the default fp32 states and remainders, nothing more is rounded than before.
+        # With the default fp32 states and remainders, nothing is rounded that was not rounded before.
         yield {
             **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
             "optim": replace(model.optim, use_precision_aware_optimizer=True),
         }
     if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
-    if data_parallel_size(model, launch.world_size) % 2 == 0:
-        # Every two of the ranks that hold the same layers would share them.
+    if spec.layout.dp % 2 == 0:
+        # Pairs of ranks that hold the same layers would share them.
         yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
         yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
 
@@ -112,27 +106,25 @@ def _as_typed(changes: dict[str, Any]) -> str:
 
 
 def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *, gib: float) -> list[Remedy]:
-    """For each way to lay a planned run out over more GPUs, the fewest on which it needs at most `gib`.
+    """The fewest GPUs on which a planned run needs at most `gib`, with each layout that reaches this there.
 
-    Experts are shared by as many ranks as before, or by more.
+    As many ranks as before share the experts, or more.
     """
-    world_size = planned_launch(config).world_size
-    found: dict[str, Remedy] = {}
+    world_size = planned_world_size(config)
+    found: list[Remedy] = []
     for times in _TIMES_THE_GPUS:
         plan = replace(config.plan, num_gpus=times * world_size)
         for changes in _layouts(config.model, times):
-            way = " ".join(changes)
             varied = replace(config, model=replace(config.model, **changes), plan=plan)
-            if way in found or planned_problems(varied):
+            if planned_problems(varied):
                 continue
-            launch = planned_launch(varied)
-            needs = needed(_forecast_of(varied, launch, planned_platform(varied, launch)))
+            needs = needed(_forecast_of(planned_spec(varied)))
             if needs <= gib:
-                overrides = " ".join(filter(None, [f"plan.num_gpus={plan.num_gpus}", _as_typed(changes)]))
-                found[way] = Remedy(overrides=overrides, needed_gib=needs)
+                overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
+                found.append(Remedy(overrides=overrides, needed_gib=needs))
         if found:
             break
-    return sorted(found.values(), key=lambda remedy: remedy.needed_gib)
+    return sorted(found, key=lambda remedy: remedy.needed_gib)
 
 
 def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
@@ -150,40 +142,28 @@ def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
         yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
 
 
-def _forecast_of(config: Config, launch: Launch, platform: Platform) -> MemoryForecast:
-    """The forecast for a run on the machine that it runs on."""
-    return forecast_memory(build_run_spec(_as_run(config, platform), launch, platform), _gpu(platform))
+def _forecast_of(spec: RunSpec) -> MemoryForecast:
+    # What a run needs depends on nothing else of its GPU.
+    gpu = replace(GPUS[PlanGpu.h200], compute_capability=spec.platform.compute_capability or (0, 0))
+    return forecast_memory(spec, gpu)
 
 
-def _gpu(platform: Platform) -> Gpu:
-    """This machine's GPU as the plan describes one; a run's peak depends only on its name and compute capability."""
-    return replace(
-        GPUS[PlanGpu.h200], name=platform.device_name, compute_capability=platform.compute_capability or (0, 0)
-    )
-
-
-def _as_run(config: Config, platform: Platform) -> Config:
-    """The configuration with this machine's precision: the plan takes `auto` for a GPU's."""
-    if platform.cuda or config.trainer.precision is not Precision.auto:
-        return config
-    return replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
+def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
+    """A run on this machine, with its precision: to the plan and to the rules, `auto` is a GPU's."""
+    if not platform.cuda and config.trainer.precision is Precision.auto:
+        config = replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
+    return build_run_spec(config, launch, platform)
 
 
 def host_memory_bytes() -> tuple[int, str]:
     """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
-    installed, swap = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), _swap_bytes()
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    told = re.search(r"^SwapTotal:\s*(\d+)", _MEMORY.read_text() if _MEMORY.is_file() else "", re.MULTILINE)
+    swap = 0 if told is None else int(told[1]) * 1024
     limit = min(_limits(), default=installed)
     if limit < installed:
         return limit + swap, "this process's control group"
     return installed + swap, "this machine"
-
-
-def _swap_bytes() -> int:
-    if _MEMORY.is_file():
-        for line in _MEMORY.read_text().splitlines():
-            if line.startswith("SwapTotal:"):
-                return int(line.split()[1]) * 1024
-    return 0
 
 
 def _limits() -> Iterator[int]:
@@ -207,10 +187,9 @@ def _limits() -> Iterator[int]:
 
 
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
-    """Refuses a run whose weights, gradients and optimizer states alone are more than there is.
+    """Refuses a run whose weights, gradients and optimizer states alone exceed the memory.
 
-    On a GPU the run would find out after data and weights were prepared; without one, Linux ends the process and says
-    nothing.
+    On a GPU the run would find out after data and weights were prepared; without one, Linux kills the process silently.
 
     Raises:
         UserError: What they take, what is available, and the keys that would help.
@@ -220,10 +199,11 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         stages = [{name: stage.items.get(name, 0.0) / GIB for name in _STATES} for stage in forecast.stages]
         if platform.cuda:
             return max(stages, key=lambda items: sum(items.values()))
-        # All processes of a node without GPUs share its memory; their stages are taken to be those of the whole run.
+        # All processes of a node without GPUs share its memory; they are assumed to have an equal part of all stages.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    items = states_gib(_forecast_of(config, launch, platform))
+    spec = _run_here(config, launch, platform)
+    items = states_gib(_forecast_of(spec))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -232,7 +212,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     lines = [
         f"the model does not fit: weights, gradients and optimizer states alone take {needed_gib:.2f} GiB{processes} "
         f"({listed}), and {whose} has {total_gib:.2f} GiB{'' if platform.cuda else ' and no GPU'}",
-        *_advice(config, launch, platform, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
+        *_advice(spec, lambda forecast: sum(states_gib(forecast).values()), has_gib=total_gib),
     ]
     raise UserError("\n".join(lines))
 
@@ -249,36 +229,29 @@ def ran_out_of_memory(error: BaseException) -> bool:
 def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
     """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
-    forecast = _forecast_of(config, launch, platform)
-    peak_gib = forecast.worst.peak / GIB
+    spec = _run_here(config, launch, platform)
+    forecast = _forecast_of(spec)
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
     outside = f", and {forecast.outside_gib:.1f} GiB for CUDA and NCCL" if platform.cuda else ""
     said = next(iter(str(error).splitlines()), type(error).__name__)
     lines = [
         f"out of memory on rank {launch.rank} ({platform.device_name}): {said}",
-        f"the forecast for this run is a peak of {peak_gib:.2f} GiB{where}{outside}: "
+        f"the forecast for this run is a peak of {_peak_gib(forecast):.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(config, launch, platform, _peak_gib, has_gib=None),
+        *_advice(spec, _peak_gib, has_gib=None),
     ]
     return "\n".join(lines)
 
 
-def _advice(
-    config: Config,
-    launch: Launch,
-    platform: Platform,
-    needed: Callable[[MemoryForecast], float],
-    *,
-    has_gib: float | None,
-) -> list[str]:
-    """Lines for the user; the last one says that no remedy is enough alone, if each needs more than `has_gib`."""
-    remedies = plan_remedies(config, launch, platform, needed)
-    larger = "use more GPUs" if platform.cuda else "use a machine with GPUs or with more memory"
+def _advice(spec: RunSpec, needed: Callable[[MemoryForecast], float], *, has_gib: float | None) -> list[str]:
+    """The remedies, a line each. A last line says so if each of them needs more than `has_gib`."""
+    remedies = plan_remedies(spec, needed)
+    larger = "use more GPUs" if spec.platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
-        return [f"no key of this run would make it smaller at the same work: {larger}, or a smaller model"]
-    now = needed(_forecast_of(config, launch, platform))
+        return [f"no key of this run would reduce it for the same work: {larger}, or a smaller model"]
+    now = needed(_forecast_of(spec))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"

@@ -1,4 +1,4 @@
-"""The speed of a run: one optimizer step on the slowest path through the pipeline.
+"""The speed of a run, in BF16 and in FP8: one optimizer step on the slowest path through the pipeline.
 
 Collectives take the time of their bytes over the links that a group's ranks share; only what computation does not hide
 counts. Ranks are laid out with TP fastest, then CP, DP and PP (`gpt_pretrain.megatron.parallel`): a group whose ranks
@@ -9,35 +9,31 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity
-from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import BUSIEST_EXPERT, on_rank, rank_load
-from gpt_pretrain.plan.kernels import (
-    Machine,
-    add,
-    head_s,
-    host_layer_s,
-    host_s,
-    layer_s,
-    recompute_s,
-    weight_cast_s,
-)
-from gpt_pretrain.plan.stages import Stage, per_layer, plan_stages
+from gpt_pretrain.plan.kernels import add, head_s, host_layer_s, host_s, layer_s, memory_s, recompute_s, weight_cast_s
+from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, on_rank, per_layer, plan_stages, rank_load
+from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import FC1, QKV, Linear
 from gpt_pretrain.spec.recipes import RECIPES
-from gpt_pretrain.spec.run_spec import Layout, RunSpec
+from gpt_pretrain.spec.run_spec import Layout, RunSpec, build_run_spec
+
+# Share of a microbatch that its backward pass takes: two products of three.
+BACKWARD_SHARE = 2 / 3
+# What a layer computes twice; None: nothing.
+type Recomputed = RecomputeGranularity | None
 
 
-def link_bytes_per_s(machine: Machine, layout: Layout, span: int) -> float:
+def link_bytes_per_s(gpu: Gpu, layout: Layout, span: int) -> float:
     """Bytes per second and direction in a group that spans `span` ranks, its first and last one included."""
-    gpu = machine.gpu
-    return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * machine.efficiency.links
+    return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * EFFICIENCY.links
 
 
-def tensor_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
-    """Seconds of one layer's tensor parallel collectives for one microbatch; none is hidden behind a product.
+def tensor_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
+    """Seconds of one layer's tensor parallel collectives for one microbatch; no product hides them.
 
     Without sequence parallelism: one all-reduce for each of the two blocks, forward and backward. With it: gathered
     inputs and scattered outputs forward, gathered gradients and inputs and scattered gradients backward. What an FP8
@@ -48,22 +44,22 @@ def tensor_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> f
         return 0.0
     share = (layout.tp - 1) / layout.tp
     values = layer[0].tokens * model.hidden_size
-    rate = link_bytes_per_s(machine, layout, layout.tp)
+    rate = link_bytes_per_s(gpu, layout, layout.tp)
     if not model.sequence_parallel:
-        return 4 * 2 * share * values * 2 / rate + 4 * machine.efficiency.kernel_s
+        return 4 * 2 * share * values * 2 / rate + 4 * EFFICIENCY.kernel_s
     moved = 0.0
     for linear in layer[:2] if model.num_moe_experts is not None else layer:
         gathered = 1 if linear.precision == "fp8" else 2
         # Column-parallel: gather x, scatter dx, gather x again for dw. Row-parallel: scatter y, gather dy.
         moved += values * share * (2 * gathered + 2 if linear.kind in (QKV, FC1) else 2 + gathered)
-    return moved / rate + 10 * machine.efficiency.kernel_s
+    return moved / rate + 10 * EFFICIENCY.kernel_s
 
 
-def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> float:
+def expert_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Seconds of one layer's exchanges of tokens between the ranks that share experts, for one microbatch.
 
-    The rows that a rank's experts compute come from all of these ranks alike and go back, and so do their gradients.
-    The links of the fullest rank decide; no exchange is hidden behind a product.
+    Each of these ranks sends an equal part of the rows that a rank's experts compute, and gets it back; so with their
+    gradients. The links of the fullest rank decide; no product hides an exchange.
     """
     model, layout = spec.model, spec.layout
     ranks = layout.ep * layout.etp
@@ -71,16 +67,16 @@ def expert_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear]) -> f
         return 0.0
     experts = layer[-2]
     moved = 4 * experts.tokens * experts.count * model.hidden_size * 2 * (ranks - 1) / ranks
-    return moved / link_bytes_per_s(machine, layout, ranks) + 4 * machine.efficiency.kernel_s
+    return moved / link_bytes_per_s(gpu, layout, ranks) + 4 * EFFICIENCY.kernel_s
 
 
-def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
+def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
     Overlapped reduction over a network hides behind the backward pass of the last microbatch, `backward_s`.
     """
     model, layout = spec.model, spec.layout
-    rate = link_bytes_per_s(machine, layout, layout.tp * layout.shards)
+    rate = link_bytes_per_s(gpu, layout, layout.tp * layout.shards)
     # A rank sends all but its own part of what is sharded.
     others = stage.num_parameters - stage.expert_weights
     moved = others * (1 - 1 / layout.shards) + stage.expert_weights * (1 - 1 / layout.expert_shards)
@@ -92,44 +88,39 @@ def data_parallel_s(machine: Machine, spec: RunSpec, stage: Stage, *, backward_s
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
-    # Over NVLink it counts in full, for the products that it slows down and for waiting: steps of 4 and 32 layers of
-    # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile has since found 52
-    # to 60 of the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to hide.
-    lost = rate / link_bytes_per_s(machine, layout, 1)
+    # Over NVLink it counts in full, since it slows products down and makes ranks wait: steps of 4 and 32 layers of
+    # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile found 52 to 60 of
+    # the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to be hidden.
+    lost = rate / link_bytes_per_s(gpu, layout, 1)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
     # With experts, gradients are averaged in a pass of their own (`spec.core_fields.ddp_fields`).
     averaged = stage.num_parameters if model.num_moe_experts is not None and layout.shards > 1 else 0
     exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
-    return exposed + (machine.memory_s(2 * gradient * averaged) if averaged else 0.0)
+    return exposed + (memory_s(gpu, 2 * gradient * averaged) if averaged else 0.0)
 
 
-def context_parallel_s(machine: Machine, spec: RunSpec, layer: list[Linear], attention_s: float) -> float:
+def context_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], attention_s: float) -> float:
     """Seconds of one layer's ring exchange of keys and values that attention does not hide."""
     model, layout = spec.model, spec.layout
     if layout.cp == 1:
         return 0.0
-    key_values = layer[0].out_features - layer[0].out_features * model.num_attention_heads // (
-        model.num_attention_heads + 2 * (model.num_query_groups or model.num_attention_heads)
-    )
+    heads = model.num_attention_heads
+    key_values = layer[0].out_features - layer[0].out_features * heads // (heads + 2 * num_query_groups(model))
     # Forward once, backward keys and values and their gradients.
     moved = 3 * (layout.cp - 1) * layer[0].tokens * key_values * 2
-    return max(0.0, moved / link_bytes_per_s(machine, layout, layout.tp * layout.cp) - attention_s)
+    return max(0.0, moved / link_bytes_per_s(gpu, layout, layout.tp * layout.cp) - attention_s)
 
 
-def pipeline_send_s(machine: Machine, spec: RunSpec, tokens: int) -> float:
+def pipeline_send_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     """Seconds of handing one microbatch to the next stage and its gradient back."""
     model, layout = spec.model, spec.layout
     if layout.pp == 1:
         return 0.0
     spread = layout.tp if model.sequence_parallel else 1
     sent = 2 * tokens // spread * model.hidden_size * 2
-    return sent / link_bytes_per_s(machine, layout, layout.world_size // layout.pp + 1)
-
-
-# Share of a microbatch that its backward pass takes: two products of three.
-BACKWARD_SHARE = 2 / 3
+    return sent / link_bytes_per_s(gpu, layout, layout.world_size // layout.pp + 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,112 +130,97 @@ class Speed:
     step_s: float
     tokens_per_s_per_gpu: float
     seconds: Mapping[str, float]
-    """The step of the slowest stage's GPU, by what it is spent on; adds up to `step_s`."""
+    """The step of the slowest stage's GPU by kind of work; adds up to `step_s`."""
 
 
-def _transformer_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
+def _transformer_layer_s(gpu: Gpu, spec: RunSpec, recomputed: Recomputed, layer: list[Linear]) -> dict[str, float]:
     """Seconds of one layer and one microbatch, forward and backward, with all exchanges but those of pipelines."""
-    seconds = layer_s(machine, spec, layer)
-    if recomputed:
-        whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
-        seconds["recomputation"] = recompute_s(machine, spec, layer, whole=whole)
-    seconds["tensor parallel"] = tensor_parallel_s(machine, spec, layer)
-    seconds["expert parallel"] = expert_parallel_s(machine, spec, layer)
+    seconds = layer_s(gpu, spec, layer)
+    if recomputed is not None:
+        seconds["recomputation"] = recompute_s(gpu, spec, layer, whole=recomputed is RecomputeGranularity.full)
+    seconds["tensor parallel"] = tensor_parallel_s(gpu, spec, layer)
+    seconds["expert parallel"] = expert_parallel_s(gpu, spec, layer)
     if spec.model.overlap_moe_expert_parallel_comm:
         # The first forward and the last backward pass have no other microbatch beside them.
         seconds["expert parallel"] /= spec.layout.num_microbatches
-    seconds["context parallel"] = context_parallel_s(machine, spec, layer, seconds["attention"])
+    seconds["context parallel"] = context_parallel_s(gpu, spec, layer, seconds["attention"])
     return seconds
 
 
-def _expert_layer_s(machine: Machine, spec: RunSpec, layer: list[Linear], *, recomputed: bool) -> dict[str, float]:
+def _expert_layer_s(gpu: Gpu, spec: RunSpec, recomputed: Recomputed, layer: list[Linear]) -> dict[str, float]:
     """The same for a layer with experts, where all ranks wait for the fullest one, and each layer for the host."""
-    seconds = _transformer_layer_s(machine, spec, on_rank(layer, 1.0), recomputed=recomputed)
-    load = rank_load(spec.model, BUSIEST_EXPERT)
-    uneven = _transformer_layer_s(machine, spec, on_rank(layer, load), recomputed=recomputed)
+    seconds = _transformer_layer_s(gpu, spec, recomputed, on_rank(layer, 1.0))
+    uneven = _transformer_layer_s(gpu, spec, recomputed, on_rank(layer, rank_load(spec.model, BUSIEST_EXPERT)))
     seconds["uneven experts"] = sum(uneven.values()) - sum(seconds.values())
-    whole = spec.model.activations_checkpoint_granularity is RecomputeGranularity.full
-    again = machine.efficiency.host_forward if recomputed and whole else 0.0
-    host = host_layer_s(machine, spec) * (1 + again)
-    seconds["waiting for the host"] = max(machine.efficiency.count_wait_s_per_layer, host - sum(seconds.values()))
+    again = EFFICIENCY.host_forward if recomputed is RecomputeGranularity.full else 0.0
+    host = host_layer_s(spec) * (1 + again)
+    seconds["waiting for the host"] = max(EFFICIENCY.count_wait_s_per_layer, host - sum(seconds.values()))
     return seconds
 
 
-def _microbatch_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, float]:
+def _recomputed(model: ModelConfig, stage: Stage) -> list[Recomputed]:
+    """What each layer of the stage computes twice: its forward pass (full), its attention (selective), or nothing."""
+    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
+    positions = range(len(stage.layers))
+    if granularity is RecomputeGranularity.full and method is RecomputeMethod.block:
+        first = model.activations_checkpoint_num_layers or 0
+        return [granularity if position % stage.layers_per_chunk < first else None for position in positions]
+    return [granularity for _ in positions]
+
+
+def _microbatch_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of one microbatch on one stage, forward and backward."""
-    model = spec.model
     total: dict[str, float] = {}
-    time_layer = _transformer_layer_s if model.num_moe_experts is None else _expert_layer_s
-    recomputed = _recomputed(model, stage)
-    seconds = {
-        again: per_layer(stage, partial(time_layer, machine, spec, recomputed=again)) for again in set(recomputed)
-    }
-    for layer, again in zip(stage.layers, recomputed, strict=True):
-        add(total, seconds[again][layer])
+    time_layer = _transformer_layer_s if spec.model.num_moe_experts is None else _expert_layer_s
+    recomputed = _recomputed(spec.model, stage)
+    seconds = {each: per_layer(stage, partial(time_layer, gpu, spec, each)) for each in set(recomputed)}
+    for layer, each in zip(stage.layers, recomputed, strict=True):
+        add(total, seconds[each][layer])
     if stage.head is not None:
-        add(total, head_s(machine, spec, stage.head))
-    add(total, {"pipeline sends": spec.layout.vp * pipeline_send_s(machine, spec, stage.linears[0].tokens)})
+        add(total, head_s(gpu, spec, stage.head))
+    total["pipeline sends"] = spec.layout.vp * pipeline_send_s(gpu, spec, stage.linears[0].tokens)
     return total
 
 
-def _launched_layers(machine: Machine, model: ModelConfig, stage: Stage) -> float:
-    """The layers that the host launches for a microbatch, where a recomputed layer counts as more than one."""
-    num_layers = len(stage.layers)
-    if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
-        return num_layers
-    return num_layers + machine.efficiency.host_forward * sum(_recomputed(model, stage))
-
-
-def _recomputed(model: ModelConfig, stage: Stage) -> list[bool]:
-    """For each layer of the stage, whether it computes its forward pass, or its attention, twice."""
-    granularity, method = model.activations_checkpoint_granularity, model.activations_checkpoint_method
-    num_layers = len(stage.layers)
-    if granularity is RecomputeGranularity.full and method is not None and method.name == "block":
-        first = model.activations_checkpoint_num_layers or 0
-        return [position % stage.layers_per_chunk < first for position in range(num_layers)]
-    return [granularity is not None] * num_layers
-
-
-def _optimizer_s(machine: Machine, spec: RunSpec, stage: Stage) -> dict[str, float]:
+def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
 
     The whole gradient is zeroed (4 bytes per parameter); the rest is of the rank's shard.
     """
     model, layout, settings = spec.model, spec.layout, spec.fp8
     shards = layout.shards if uses_distributed_optimizer(model) else 1
-    updated = stage.optimizer_parameters(layout, sharded=uses_distributed_optimizer(model))
+    updated = stage.optimizer_parameters(spec)
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
-    seconds = {"optimizer": machine.memory_s(moved, kernels=20)}
+    seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
     if settings is not None and settings.params:
         # `megatron.stored_weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read
         # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. Transposes are
         # of whole weights.
         cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
-        transposes = 2 if machine.gpu.needs_fp8_transposes or settings.in_local_layers else 0
-        seconds["FP8 parameters"] = machine.memory_s(stage.fp8_weights * (cast / shards + transposes))
+        transposes = 2 if gpu.needs_fp8_transposes or settings.in_local_layers else 0
+        seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / shards + transposes))
     else:
-        seconds["FP8 casts"] = weight_cast_s(machine, spec, stage.linears)
+        seconds["FP8 casts"] = weight_cast_s(gpu, spec, stage)
     return seconds
 
 
-def predict_speed(machine: Machine, spec: RunSpec) -> Speed:
+def _predict(gpu: Gpu, spec: RunSpec) -> Speed:
     """The speed of a checked configuration on Transformer Engine layers."""
     model, layout, stages = spec.model, spec.layout, plan_stages(spec)
-    microbatches = [_microbatch_s(machine, spec, stage) for stage in stages]
+    microbatches = [_microbatch_s(gpu, spec, stage) for stage in stages]
     times = [sum(seconds.values()) for seconds in microbatches]
     slowest = max(range(len(stages)), key=times.__getitem__)
     total: dict[str, float] = {}
     add(total, microbatches[slowest], layout.num_microbatches)
     # 1F1B: the first microbatch passes the other stages once, each chunk of it with the interleaved schedule.
-    bubble = (sum(times) - times[slowest]) / layout.vp
-    add(total, {"pipeline bubble": bubble})
-    add(total, _optimizer_s(machine, spec, stages[slowest]))
-    hidden = times[slowest] * BACKWARD_SHARE
-    communication = data_parallel_s(machine, spec, stages[slowest], backward_s=hidden)
-    add(total, {"data parallel": communication})
+    total["pipeline bubble"] = (sum(times) - times[slowest]) / layout.vp
+    add(total, _optimizer_s(gpu, spec, stages[slowest]))
+    backward_s = times[slowest] * BACKWARD_SHARE
+    total["data parallel"] = data_parallel_s(gpu, spec, stages[slowest], backward_s=backward_s)
     # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
-    launches = layout.num_microbatches * _launched_layers(machine, model, stages[slowest])
-    idle = host_s(machine, spec, launches) - sum(total.values())
+    twice = _recomputed(model, stages[slowest]).count(RecomputeGranularity.full)
+    launched = len(stages[slowest].layers) + EFFICIENCY.host_forward * twice
+    idle = host_s(spec, layout.num_microbatches * launched) - sum(total.values())
     add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length
@@ -255,21 +231,52 @@ def predict_speed(machine: Machine, spec: RunSpec) -> Speed:
     )
 
 
-def without_fp8(model: ModelConfig) -> ModelConfig:
-    """The same model in BF16, its optimizer states sharded as before."""
-    return replace(
-        model,
-        fp8=False,
-        fp8_params=False,
-        fp8_dot_product_attention=False,
-        fp8_multi_head_attention=False,
-        use_distributed_optimizer=uses_distributed_optimizer(model),
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SpeedForecast:
+    """The speed of the run, and of the same run in BF16 and in FP8."""
+
+    run: Speed
+    bf16: Speed
+    fp8: Speed | None
+    """None where a rule refuses FP8."""
+    fp8_recipe: str
+    """The recipe of `fp8`: the run's own; for a run in BF16 the fastest, or with experts the fastest they allow."""
+    problem: str
+    """The rule that refuses FP8, if any."""
+
+    @property
+    def ratio(self) -> float | None:
+        """FP8 ÷ BF16."""
+        return None if self.fp8 is None else self.bf16.step_s / self.fp8.step_s
+
+
+def forecast_speed(spec: RunSpec, gpu: Gpu) -> SpeedForecast:
+    """The speeds of a checked configuration on Transformer Engine layers."""
+    model = spec.model
+
+    def speed_of(model: ModelConfig) -> Speed:
+        # Kernels depend on FP8.
+        return _predict(gpu, build_run_spec(replace(spec.config, model=model), spec.launch, spec.platform))
+
+    # Optimizer states stay sharded as they are.
+    bf16 = speed_of(
+        replace(
+            model,
+            fp8=False,
+            fp8_params=False,
+            fp8_dot_product_attention=False,
+            fp8_multi_head_attention=False,
+            use_distributed_optimizer=uses_distributed_optimizer(model),
+        )
     )
-
-
-def with_usual_fp8(model: ModelConfig) -> ModelConfig:
-    """The same model with `fp8=delayed`, the fastest, or with `fp8=tensorwise` where experts refuse that."""
-    with_experts = model.num_moe_experts is not None
-    fitting = (recipe for recipe in RECIPES.values() if not (with_experts and recipe.why_not("num_moe_experts")))
-    usual = Fp8RecipeName[next(fitting).name]
-    return replace(model, fp8=True, fp8_backend=None, fp8_recipe=usual, fp8_hybrid=True, fp8_e4m3=None)
+    if spec.fp8 is not None:
+        run = _predict(gpu, spec)
+        return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.preset, problem="")
+    experts = model.num_moe_experts is not None
+    recipe = next(recipe for recipe in RECIPES.values() if not (experts and recipe.why_not("num_moe_experts")))
+    in_fp8 = replace(
+        model, fp8=True, fp8_backend=None, fp8_recipe=Fp8RecipeName[recipe.name], fp8_hybrid=True, fp8_e4m3=None
+    )
+    problems = config_problems(replace(spec.config, model=in_fp8), spec.launch)
+    fp8 = None if problems else speed_of(in_fp8)
+    return SpeedForecast(run=bf16, bf16=bf16, fp8=fp8, fp8_recipe=recipe.name, problem="".join(problems[:1]))

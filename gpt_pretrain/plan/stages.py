@@ -1,22 +1,41 @@
 """What one GPU of each pipeline stage holds: layers, parameters, microbatches in flight, and activations.
 
-What the forward pass of a layer leaves for its backward pass was read from what the autograd functions save:
-Transformer Engine 2.12's `_LayerNormLinear` and `_Linear` (module/), its `FusedAttnFunc`
+The activations that a layer's forward pass keeps were read from what the autograd functions save: Transformer Engine
+2.12's `_LayerNormLinear` and `_Linear` (module/), its `FusedAttnFunc`
 (attention/dot_product_attention/backends.py), megatron-core 0.19's `GeLUFunction` and `SwiGLUFunction` (fusions/) and
 its local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the
-weight gradient reads, and no longer in BF16; the inputs of norms, attention and the activation function stay in BF16.
+weight gradient reads, and not in BF16; the inputs of norms, attention and the activation function stay in BF16.
+
+Experts were read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and
+without their fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer
+Engine 2.12 (`_GroupedLinear` and `_Fp8Padding` of pytorch/module); `model.moe_token_dispatcher_type=allgather` is
+assumed to cost the same. Their loads are fitted (`forecast.CALIBRATED_ON`).
 """
 
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
-from gpt_pretrain.config.derived import kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    kv_channels,
+    num_query_groups,
+    padded_vocab_size,
+    uses_distributed_optimizer,
+)
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.experts import passing_bytes
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
 from gpt_pretrain.spec.run_spec import Layout, RunSpec
+
+# Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
+# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for it.
+BUSIEST_EXPERT_AT_FIRST = 2.0
+# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for it.
+BUSIEST_EXPERT = 1.2
+# FP8 products take rows in multiples of this.
+_PADDED_TO = 16
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,18 +44,18 @@ class Stage:
 
     index: int
     layers: Mapping[int, list[Linear]]
-    """Its transformer layers by their indices in the whole model, each with its linear layers."""
+    """Linear layers by the index of their transformer layer in the whole model."""
     head: Linear | None
     """The LM head, on the last stage."""
     chunks_in_flight: int
-    """Model chunks whose activations are kept at once, at most."""
+    """Maximum number of model chunks whose activations are kept at once."""
     layers_per_chunk: int
     fp8_weights: int
     """Elements of weights that FP8 products read."""
     other_parameters: int
     """All other parameters: weights kept out of FP8, embeddings, LM head, biases, norms."""
     expert_weights: int
-    """The parameters of experts, counted in the two above."""
+    """Parameters of experts, included in the two above."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -48,21 +67,16 @@ class Stage:
         """Parameters of one GPU."""
         return self.fp8_weights + self.other_parameters
 
-    def optimizer_parameters(self, layout: Layout, *, sharded: bool) -> float:
+    def optimizer_parameters(self, spec: RunSpec) -> float:
         """Parameters whose optimizer states one GPU holds: all of its own, or its shard of them."""
-        if not sharded:
+        if not uses_distributed_optimizer(spec.model):
             return self.num_parameters
         others = self.num_parameters - self.expert_weights
-        return others / layout.shards + self.expert_weights / layout.expert_shards
-
-    @property
-    def layers_in_flight(self) -> int:
-        """Layers times microbatches whose activations are kept at once."""
-        return self.chunks_in_flight * self.layers_per_chunk
+        return others / spec.layout.shards + self.expert_weights / spec.layout.expert_shards
 
 
 def _chunks_in_flight(layout: Layout, stage: int) -> int:
-    """Forward passes ahead of the first backward pass (megatron-core 0.19, pipeline_parallel/schedules.py).
+    """Forward passes before the first backward pass (megatron-core 0.19, pipeline_parallel/schedules.py).
 
     1F1B warms up with PP − 1 − stage microbatches, the interleaved schedule with 2 (PP − 1 − stage) + (VP − 1) PP
     chunks; one more is in flight when the first backward pass begins.
@@ -73,21 +87,17 @@ def _chunks_in_flight(layout: Layout, stage: int) -> int:
     return min(layout.num_microbatches * layout.vp, warmup + 1)
 
 
+def _norm_parameters(model: ModelConfig, width: int) -> int:
+    return width * (2 if model.normalization is Normalization.layernorm else 1)
+
+
 def _layer_vectors(model: ModelConfig, layer: Sequence[Linear]) -> int:
     """Biases and norm weights of one layer. Biases of row-parallel layers are whole on every TP rank."""
-    norms = 2 * _norm_parameters(model)
-    norms += model.qk_layernorm * 2 * kv_channels(model) * _norm_vectors(model)
-    biased = {QKV: model.bias or model.qkv_bias, PROJ: model.bias, FC1: model.bias, FC2: model.bias}
-    # Routers and experts have none.
-    return norms + sum(linear.out_features for linear in layer if biased.get(linear.kind))
-
-
-def _norm_vectors(model: ModelConfig) -> int:
-    return 2 if model.normalization is Normalization.layernorm else 1
-
-
-def _norm_parameters(model: ModelConfig) -> int:
-    return model.hidden_size * _norm_vectors(model)
+    norms = 2 * _norm_parameters(model, model.hidden_size)
+    norms += model.qk_layernorm * 2 * _norm_parameters(model, kv_channels(model))
+    # Routers and experts have no biases.
+    biased = (QKV, PROJ, FC1, FC2) if model.bias else (QKV,) if model.qkv_bias else ()
+    return norms + sum(linear.out_features for linear in layer if linear.kind in biased)
 
 
 def plan_stages(spec: RunSpec) -> list[Stage]:
@@ -102,7 +112,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
     positions = model.max_position_embeddings * model.hidden_size
     stages = []
     for index in range(layout.pp):
-        # Chunk c of stage p holds the layers from (c · PP + p) · layers_per_chunk on.
+        # Chunk c of stage p begins with layer (c · PP + p) · layers_per_chunk.
         firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
         layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
@@ -114,7 +124,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
             other += table
             other += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
         if last:
-            other += _norm_parameters(model)
+            other += _norm_parameters(model, model.hidden_size)
             # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
             other += 0 if model.share_embeddings_and_output_weights and first else table
         stages.append(
@@ -133,7 +143,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
 
 
 def per_layer[Value](stage: Stage, compute: Callable[[list[Linear]], Value]) -> dict[int, Value]:
-    """A value of each layer, computed once for those whose products run in the same precisions."""
+    """A value for each layer, computed once for all layers whose products run in the same precisions."""
     kinds = {
         index: tuple((each.precision, each.wgrad_precision) for each in own) for index, own in stage.layers.items()
     }
@@ -142,13 +152,84 @@ def per_layer[Value](stage: Stage, compute: Callable[[list[Linear]], Value]) -> 
     return {index: computed[kind] for index, kind in kinds.items()}
 
 
+def rank_load(model: ModelConfig, busiest: float) -> float:
+    """Rows of the fullest rank over the mean of all ranks that share the experts; 1 without experts or sharing.
+
+    `busiest`, the rows of the busiest expert over the mean, says how far loads spread. The load of a rank is the mean
+    over its n of the E experts, which spreads less by the factor of a sample mean drawn without replacement,
+    sqrt((E − n) / ((E − 1) n)): 1 where each rank has one expert, 0 where it has all of them.
+    """
+    if model.num_moe_experts is None:
+        return 1.0
+    experts = model.num_moe_experts
+    own = experts // model.expert_model_parallel_size
+    return 1 + (busiest - 1) * math.sqrt((experts - own) / ((experts - 1) * own))
+
+
+def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
+    """A transformer layer's linear layers, with `load` times the mean rows in each expert, padded for FP8."""
+
+    def rows(linear: Linear) -> int:
+        unit = _PADDED_TO if linear.precision == "fp8" else 1
+        return math.ceil(linear.tokens * load / unit) * unit
+
+    return [
+        replace(linear, tokens=rows(linear), local_tokens=rows(linear))
+        if linear.kind in (EXPERT_FC1, EXPERT_FC2)
+        else linear
+        for linear in layer
+    ]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Passage:
+    """How rows get to their experts and back, in one layer and microbatch of one rank."""
+
+    choices: int
+    """Experts of a token."""
+    sent: int
+    """Rows that the rank's own tokens become: one for each of their experts."""
+    received: int
+    """Rows that the rank's experts compute, without padding."""
+    exchanged: bool
+    """Other ranks have some of these experts; otherwise the rank receives what it sends."""
+    sorted: bool
+    """Rows from several ranks are copied into the order of the rank's experts."""
+    padded: bool
+    """Each expert's rows are copied once more, between zeros: FP8 without padded routing."""
+
+    def passes(self, *, fused: bool) -> float:
+        """How often a row's values are read or written, forward and backward, summed over the rows sent and received.
+
+        Rows are gathered (read, written), and added up (read, and their sum read and written); each is the other's
+        gradient. Sorting and padding read and write, there and back, forward and backward. If `fused`, one kernel
+        gathers all rows of a token and reads it once, and another adds them up and writes the sum once.
+        """
+        per_row = 4 + 4 / self.choices if fused else 10
+        return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
+
+
+def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
+    """How rows get to the experts of a layer that `on_rank` returned."""
+    qkv, *_, fc1, _ = layer
+    exchanged = model.expert_model_parallel_size * expert_tensor_parallel_size(model) > 1
+    return Passage(
+        choices=model.moe_router_topk,
+        sent=qkv.local_tokens * model.moe_router_topk,
+        received=fc1.tokens * fc1.count,
+        exchanged=exchanged,
+        sorted=fc1.count > 1 and exchanged,
+        padded=fc1.precision == "fp8" and not model.moe_router_padding_for_quantization,
+    )
+
+
 def element_bytes(spec: RunSpec) -> int:
     """Bytes of a value in the run's precision on a GPU."""
     return 4 if spec.config.trainer.precision is Precision.fp32 else 2
 
 
 def held_fp8(spec: RunSpec) -> Fp8Settings | None:
-    """The FP8 in which layers hold values; None also if emulated: values are then rounded, in the run's precision."""
+    """The FP8 in which layers hold values. None in emulation too, which holds rounded values in the run's precision."""
     return None if spec.fp8 is None or spec.fp8.emulate else spec.fp8
 
 
@@ -179,14 +260,9 @@ class LayerActivations:
         """Without recomputation."""
         return self.layer_input + self.attention_block + self.attention_core + self.mlp
 
-    @property
-    def kept_selective(self) -> float:
-        """With attention recomputed."""
-        return self.kept - self.attention_core
-
 
 def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivations:
-    """What one layer keeps, whose linear layers come in forward order, experts with their rows (`experts.on_rank`)."""
+    """What one layer keeps. `layer` lists its linear layers in forward order, experts with their rows (`on_rank`)."""
     qkv, proj, *router, fc1, fc2 = layer
     model, kernels, fp8 = spec.model, spec.kernels, held_fp8(spec)
     tp, element = model.tensor_model_parallel_size, element_bytes(spec)
@@ -203,7 +279,7 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
     projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
     attended = tokens * heads * width
     # The norms of queries and keys keep their inputs.
-    normalised = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
+    normalized = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
     # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
     projection_input = attended * input_bytes(spec, proj)
     shares_output = fp8 is None or proj.wgrad_precision != "fp8"
@@ -220,20 +296,17 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
     inner = rows * fc2.in_features
     fc1_output = rows * fc1.out_features * element
     fc1_input = (rows if router else local) * model.hidden_size * input_bytes(spec, fc1)
-    # The router's input, of which the experts' rows are copies, and its scores and weights in fp32.
+    # The router's input, whose copies are the experts' rows, and its scores and weights in fp32.
     routed = local * (model.hidden_size * element + 4 * 4 * router[0].out_features) if router else 0
     # The unfused gate keeps silu(x) beside x and its factor.
     gate = inner * element if model.activation is Activation.swiglu and not kernels.bias_activation_fusion else 0
     kept = inner * input_bytes(spec, fc2)
-    passing: float = fc1_output
-    if router:
-        passing = passing_bytes(model, layer, element=element, input_bytes=input_bytes(spec, fc2))
     return LayerActivations(
         layer_input=residual,
         attention_block=local * model.hidden_size * input_bytes(spec, qkv)
         + norm_statistics
         + projected
-        + normalised
+        + normalized
         + projection_input
         + dropout_mask,
         attention_core=core,
@@ -241,5 +314,34 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
         # The activation's gradient exists beside its kept input, and two gradients of the residual stream: before and
         # after the layer. Attention's backward pass, cuDNN's or FlashAttention-4's with gradients in fp32, takes less
         # than the MLP has freed by then.
-        passing=passing + 2 * residual,
+        passing=(passing_bytes(spec, layer) if router else fc1_output) + 2 * residual,
     )
+
+
+def passing_bytes(spec: RunSpec, layer: Sequence[Linear]) -> float:
+    """Bytes that a layer of experts needs at its peak on top of what it keeps, without the residual stream.
+
+    Three moments compete. At the end of the experts' forward pass the callers still hold the rows as sent, received
+    and, before a cast, sorted and padded, and the activation's output in the run's precision. Before the experts'
+    backward pass the gradient of all rows is received and sorted. In it, the activation's gradients take the place of
+    its kept output.
+    """
+    *_, fc1, fc2 = layer
+    way, rows, element, hidden = (
+        passage(spec.model, layer),
+        fc1.tokens * fc1.count,
+        element_bytes(spec),
+        spec.model.hidden_size,
+    )
+    row = rows * hidden * element
+    inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
+    # BF16 keeps the experts' input itself.
+    held = way.sent * hidden * element
+    held += row * (way.exchanged and (way.sorted or cast)) + row * (way.sorted and cast)
+    # The result exists beside its copy without padding, and later beside its copy in the order of the way back.
+    forward = held + max(row * (1 + 2 * way.padded) + (inner * element if cast else 0), row * (1 + way.sorted))
+    received = 2 * row
+    # FP8 reads the gradient from two copies of one byte per value.
+    activation = inner * element + rows * fc1.out_features * element - inner * input_bytes(spec, fc2)
+    output = row + (2 * rows * hidden if cast else 0) + inner * element
+    return max(forward, received, activation, output)
