@@ -5,9 +5,9 @@ Examples:
     python -m gpt_pretrain trainer.max_steps=50 model.optim.lr=1e-3
     torchrun --nproc-per-node 8 -m gpt_pretrain experiment=llama3_8b_8gpu
     python -m gpt_pretrain data=text 'model.data.text_files=["corpus/*.jsonl"]'
-    python -m gpt_pretrain -m model.seed=1,2,3        a sweep, one run after another
+    python -m gpt_pretrain -m model.seed=1,2,3        one run after another
     python -m gpt_pretrain --config-dir my_conf --config-name my_run
-    python -m gpt_pretrain --cfg job model=gpt2_124m  show the configuration, run nothing
+    python -m gpt_pretrain --cfg job model=gpt2_124m  show keys, run nothing
 """
 # command line → gate (rules/gate.py) → Hydra → one job, or each of a sweep → training.run.train
 #                                     → sbatch for each job of a sweep with hydra/launcher=slurm

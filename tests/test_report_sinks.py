@@ -5,6 +5,7 @@ import resource
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import ModuleType
@@ -60,6 +61,10 @@ def train(step, loss):
 
 
 def run(run_dir, start_step, losses, **choices):
+    if (run_dir / "tensorboard").exists():
+        # TensorBoard reads a directory's files in the order of their names: second, process, number in the process as
+        # text. The tenth file of a process sorts before the ninth of the same second.
+        time.sleep(1 - time.time() % 1)
     with MetricsSinks(run_dir, logging_config(**choices), "test", start_step=start_step) as sinks:
         for step, loss in losses.items():
             sinks.write(train(step, loss))

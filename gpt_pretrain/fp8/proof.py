@@ -20,7 +20,7 @@ from megatron.core.optimizer import MegatronOptimizer
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.fp8.gemms import Phase, Product
-from gpt_pretrain.fp8.local_layers import Fp8Linear, live_linears
+from gpt_pretrain.fp8.local_layers import live_linears
 from gpt_pretrain.fp8.observer import (
     Difference,
     WatchedProducts,
@@ -183,7 +183,7 @@ class Proof:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
             # The settings of local layers are no evidence of what they do.
-            if not isinstance(module, Fp8Linear):
+            if not self._settings.in_local_layers:
                 yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = _weight_storage(module)
