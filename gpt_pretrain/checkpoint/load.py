@@ -119,6 +119,10 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
 
     A start from an earlier checkpoint gives up the later ones of the run's directory. The start's manifest says so in
     memory, and the manifests that the run will save on the disk.
+
+    Raises:
+        UserError: The checkpoint is missing or damaged and none may take its place, or `resume=never` would overwrite
+            a run.
     """
     start = _find_start(config, directory)
     return start if start is None or start.weights_only else _give_up_others(start, directory)

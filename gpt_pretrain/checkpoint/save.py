@@ -11,6 +11,7 @@ beside CUDA, and the next step knows what went wrong.
 """
 
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from concurrent import futures
@@ -193,10 +194,9 @@ class CheckpointSaver:
         problem = self._begin(destination, share)
         written: futures.Future[tuple[int, float]] = futures.Future()
         if problem is None:
-            thread = futures.ThreadPoolExecutor(1, "checkpoint writer")
-            written = thread.submit(self._write, destination, progress, gives_way, self._staged(share))
-            # The thread ends with the save, so that processes for data are forked beside none.
-            thread.shutdown(wait=False)
+            arguments = destination, progress, gives_way, self._staged(share), written
+            # A daemon: if another rank is lost, this process must not wait for the writers' exchange when it ends.
+            threading.Thread(target=self._write, args=arguments, name="checkpoint writer", daemon=True).start()
         else:
             written.set_exception(SaveProblem(problem))
         goes_on = problem is None and self._config.async_save
@@ -285,9 +285,19 @@ class CheckpointSaver:
             return f"rank {torch.distributed.get_rank()} has no {share.num_bytes:,} bytes of host memory: {error}"
 
     def _write(
-        self, destination: Destination, progress: Progress, gives_way: bool, share: Share | str
-    ) -> tuple[int, float]:
-        """Runs in the thread; returns bytes, and when it ended."""
-        now = time_after(destination.directory, progress.given_up)
-        manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
-        return write_checkpoint(destination, share, manifest, self._writers), time.monotonic()
+        self,
+        destination: Destination,
+        progress: Progress,
+        gives_way: bool,
+        share: Share | str,
+        written: futures.Future[tuple[int, float]],
+    ) -> None:
+        """Runs in the thread."""
+        try:
+            now = time_after(destination.directory, progress.given_up)
+            manifest = Manifest(time_unix=now, files={}, gives_way=gives_way, **asdict(progress), **self._described)
+            num_bytes = write_checkpoint(destination, share, manifest, self._writers)
+        except BaseException as error:  # `wait` raises it again, in the loop's thread
+            written.set_exception(error)
+        else:
+            written.set_result((num_bytes, time.monotonic()))

@@ -17,7 +17,8 @@ As in TE 2.12, a pass for inputs and weights ends with the transformer block's f
 it computes gradients; validation leaves its amaxes in row 0 for the next training pass. A pass for gradients ends with
 the backward pass of the layer that ran first in the forward pass. Either updates all layers of the process, including
 other model chunks. Under activation recomputation the second forward pass casts with the scales of the first and
-records nothing. Every recomputed layer updates at the end of its backward pass.
+records nothing. Every recomputed layer updates at the end of its backward pass; TE's forward update there finds nothing
+recorded, so it is left out here.
 
 The functions at the end of the file read the state of live layers, TE's or emulated.
 

@@ -75,7 +75,7 @@ class StepCasts:
 
     @torch.no_grad()
     def settle(self, skipped: torch.Tensor) -> None:
-        """Restores histories and scales if the step was `skipped`, a bool on the device."""
+        """Restores histories and scales if the step was `skipped`, a bool on the device; the host does not wait."""
         for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
             _write(torch.where(skipped, before, _flat(tensors)), tensors)
 

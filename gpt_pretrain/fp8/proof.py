@@ -29,6 +29,7 @@ from gpt_pretrain.fp8.observer import (
     observe_products,
 )
 from gpt_pretrain.fp8.state_checks import MasterCheck
+from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
@@ -183,7 +184,7 @@ class Proof:
                 yield Difference(module=name, what="layer", planned="a linear layer", live="not in the model")
                 continue
             # The settings of local layers are no evidence of what they do.
-            if not self._settings.in_local_layers:
+            if not self._settings.in_local_layers or is_te_linear(module):
                 yield from _recipe_differences(linear, module, self._settings)
             planned = "fp8" if self._settings.params and linear.precision == "fp8" else self._high
             live = _weight_storage(module)

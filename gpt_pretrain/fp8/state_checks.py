@@ -69,7 +69,8 @@ def is_recomputed(phase: Phase) -> bool:
 class Replay:
     """Records the amaxes and scales of one training step's casts.
 
-    `names` are the layers planned in FP8, the same on all ranks of the amax reduction group.
+    `names` are the layers planned in FP8, the same on all ranks of the amax reduction group. Tensors are replayed one
+    by one: it does not matter when a pass ends, because no tensor is cast twice before that.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class Addresses:
         """Bytes that divide every address, at most the 16 that one access reads."""
 
     def of(self, tensors: Sequence[torch.Tensor]) -> Self:
-        """Holds these tensors, which must be contiguous and outlive the kernels that read the table."""
+        """The table of these tensors until the next call; contiguous, they must outlive the kernels that read it."""
         addresses = [tensor.data_ptr() for tensor in tensors]
         if addresses != self._addresses:
             self._addresses = addresses

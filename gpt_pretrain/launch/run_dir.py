@@ -161,7 +161,7 @@ def make_run_dir(config: Config) -> Path:
 
 
 def make_directory(given: str | None, name: str) -> Path:
-    """`make_run_dir` for a command without a configuration, with its run_dir and name; refuses as `check_run_dir`."""
+    """`make_run_dir` for a command without a configuration, with its run_dir and name."""
     try:
         if given is None:
             run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}").absolute())

@@ -70,8 +70,8 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Losses in nats, fp32 [b, s], and no bias; without labels megatron-core's logits.
 
-        `input_` is [s, b, h] (s / TP under sequence parallelism), `weight` [vocab / TP, h] a tied embedding's. `labels`
-        are [b, s]; `loss_gradient`, fp32 [b, s], is the gradient of the step's loss by each token's loss.
+        `input_` is [s, b, h] (s / TP under sequence parallelism), `weight` [vocab / TP, h] a tied embedding's or None.
+        `labels` are [b, s]; `loss_gradient`, fp32 [b, s], is the gradient of the step's loss by each token's loss.
         """
         if labels is None or loss_gradient is None:
             return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]

@@ -226,7 +226,7 @@ class PrecisionAwareAdam(torch.optim.Optimizer):
         capturable: bool,
         exp_avg_dtype: torch.dtype,
         exp_avg_sq_dtype: torch.dtype,
-        store_param_remainders: bool = False,
+        store_param_remainders: bool = False,  # for `PrecisionAwareOptimizer`, which makes the masters
     ) -> None:
         assert adam_w_mode, "the update decouples weight decay"
         assert not capturable, "steps are never captured in a graph"

@@ -61,9 +61,9 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         # torchrun has opened this store already; srun's ranks open it on the first host.
         os.environ.setdefault("MASTER_ADDR", launch.master_addr)
         os.environ.setdefault("MASTER_PORT", str(launch.master_port))
-        # Without a device argument torch opens NCCL's communicators at first use, with one for every group. On four
-        # GPUs 14 of 21 groups had one rank, which needs none; with 64 channels each those took over 5 GiB of every GPU
-        # (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
+        # Without a device argument torch opens NCCL's communicators at first use; with one, it opens all groups' at
+        # once. On four GPUs 14 of 21 groups had one rank, which needs none; with 64 channels each those took over 5 GiB
+        # of every GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).
         with ended_while_waiting():
             torch.distributed.init_process_group(
                 backend, rank=launch.rank, world_size=launch.world_size, timeout=timeout
@@ -158,7 +158,10 @@ def seed_dropout(seed: int) -> None:
 
 
 def on_rank_zero[Result](function: Callable[[], Result]) -> Result:
-    """Runs a function on rank 0 and gives its result, or its error as a UserError, to all ranks; all ranks call it."""
+    """Runs a function on rank 0 and gives its result to all ranks; all ranks call it.
+
+    Its UserError or OSError is a UserError on all ranks. After any other error the other ranks would wait for rank 0.
+    """
     answer: list[tuple[Result | None, str | None]] = [(None, None)]
     if torch.distributed.get_rank() == 0:
         try:

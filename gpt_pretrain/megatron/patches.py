@@ -40,7 +40,7 @@ class Patch:
 
 
 def patch(record: Patch, **values: Any) -> None:
-    """Replaces names of a record for the life of the process.
+    """Replaces names of a record for the life of the process; a sweep's jobs repeat it with the same values.
 
     Raises:
         RuntimeError: The installed library lacks the name.

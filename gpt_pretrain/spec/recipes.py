@@ -44,7 +44,7 @@ class Recipe:
     """No key changes the formats."""
     scales_from: str
     """A sentence that says where a scale comes from."""
-    infinity_in: InfinityIn | None = None
+    infinity_in: InfinityIn | None
     """Where TE leaves a trace of an infinity (`fp8.infinities`). None: nowhere known, or the layers are ours and keep
     the largest amaxes themselves."""
     keeps_history: bool = False
@@ -162,6 +162,7 @@ def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe
     return Recipe(
         backend=Fp8Backend.torchao,
         has_own_formats=True,
+        infinity_in=None,
         searches_amax=True,
         # torchao.float8.float8_utils.EPS
         least_amax=1e-12,
@@ -234,6 +235,7 @@ _TE = (
         te_class="MXFP8BlockScaling",
         e4m3=True,
         scales_from="the scale of 32 values comes from those values",
+        infinity_in=None,
         block=32,
         activation_scale_bytes=1 / 32,
         weight_scale_bytes=1 / 32,

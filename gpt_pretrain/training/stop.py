@@ -1,4 +1,4 @@
-"""Why a run ends before its last step, or goes back: signals, clocks, and steps that go wrong.
+"""Why a run ends before its last step, or rolls back: signals, clocks, skipped steps, spikes and missing tokens.
 
 Ctrl-C, SIGTERM, SIGHUP (the terminal has closed, or nobody reads the output any more), SIGUSR1 (which Slurm sends ahead
 of a time limit: `sbatch --signal=USR1@300`) and `trainer.max_time` reach the ranks at different moments. So every rank
