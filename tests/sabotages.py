@@ -11,7 +11,7 @@ import torch
 
 from gpt_pretrain.fp8.casts import (
     Directions,
-    Quantised,
+    Quantized,
     cast_blocks,
     cast_tensor,
     power_of_two_scale,
@@ -67,7 +67,7 @@ def change_cast(module: Any, role: Role, change: Callable[[torch.Tensor, Directi
     products.cast = lambda x, of: change(x, cast(x, of)) if of is role else cast(x, of)
 
 
-def in_both_ways(change: Callable[[Quantised], Quantised]) -> Callable[[torch.Tensor, Directions], Directions]:
+def in_both_ways(change: Callable[[Quantized], Quantized]) -> Callable[[torch.Tensor, Directions], Directions]:
     def changed(x: torch.Tensor, directions: Directions) -> Directions:
         return Directions(change(directions.along_rows), change(directions.along_columns))
 
@@ -75,11 +75,11 @@ def in_both_ways(change: Callable[[Quantised], Quantised]) -> Callable[[torch.Te
 
 
 def with_codes(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor, Directions], Directions]:
-    return in_both_ways(lambda quantised: replace(quantised, codes=change(quantised.codes)))
+    return in_both_ways(lambda quantized: replace(quantized, codes=change(quantized.codes)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Pretended(Quantised):
+class Pretended(Quantized):
     """Codes that are shown, while products read something else."""
 
     read: torch.Tensor
@@ -88,14 +88,14 @@ class Pretended(Quantised):
         return self.read
 
 
-def pretend(quantised: Quantised, read: torch.Tensor) -> Pretended:
-    return Pretended(read=read, **{field.name: getattr(quantised, field.name) for field in fields(Quantised)})
+def pretend(quantized: Quantized, read: torch.Tensor) -> Pretended:
+    return Pretended(read=read, **{field.name: getattr(quantized, field.name) for field in fields(Quantized)})
 
 
 def other_format(x: torch.Tensor, directions: Directions) -> Directions:
     amax = directions.along_rows.amax
-    quantised = cast_tensor(x, "e5m2", scale_from_amax(amax, "e5m2"), amax)
-    return Directions(quantised, quantised)
+    quantized = cast_tensor(x, "e5m2", scale_from_amax(amax, "e5m2"), amax)
+    return Directions(quantized, quantized)
 
 
 def smaller_blocks(x: torch.Tensor, directions: Directions) -> Directions:
@@ -113,14 +113,14 @@ def any_scales(x: torch.Tensor, directions: Directions) -> Directions:
 
 def twice_the_scale(x: torch.Tensor, directions: Directions) -> Directions:
     one = directions.along_rows
-    quantised = cast_tensor(x, one.format, 2 * one.scale, one.amax)
-    return Directions(quantised, quantised)
+    quantized = cast_tensor(x, one.format, 2 * one.scale, one.amax)
+    return Directions(quantized, quantized)
 
 
 def scale_of_a_part(x: torch.Tensor, directions: Directions) -> Directions:
     format, amax = directions.along_rows.format, x[:1].abs().max().view(1)
-    quantised = cast_tensor(x, format, scale_from_amax(amax, format), amax)
-    return Directions(quantised, quantised)
+    quantized = cast_tensor(x, format, scale_from_amax(amax, format), amax)
+    return Directions(quantized, quantized)
 
 
 def rounded_towards_zero(x: torch.Tensor, directions: Directions) -> Directions:
@@ -132,8 +132,8 @@ def rounded_towards_zero(x: torch.Tensor, directions: Directions) -> Directions:
     return Directions(replace(one, codes=codes), replace(one, codes=codes))
 
 
-def half_the_amax(quantised: Quantised) -> Quantised:
-    return replace(quantised, amax=quantised.amax / 2)
+def half_the_amax(quantized: Quantized) -> Quantized:
+    return replace(quantized, amax=quantized.amax / 2)
 
 
 def other_dimension(x: torch.Tensor, directions: Directions) -> Directions:
@@ -265,7 +265,7 @@ def shift_products(module: Any) -> None:
     change_cast(
         module,
         Role.weight,
-        in_both_ways(lambda quantised: pretend(quantised, quantised.values() * 1.01)),
+        in_both_ways(lambda quantized: pretend(quantized, quantized.values() * 1.01)),
     )
 
 

@@ -409,7 +409,7 @@ def test_places_without_runs_are_refused_with_a_way_out(tmp_path):
 
 def test_a_pipe_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "log")
-    with pytest.raises(UserError, match="no regular file"):
+    with pytest.raises(UserError, match="not a regular file"):
         read_runs([str(tmp_path / "log")])
 
 

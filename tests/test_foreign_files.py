@@ -81,7 +81,7 @@ def test_a_file_that_is_refused_is_closed(kind, tmp_path):
 def test_a_log_that_is_no_file_is_told(kind, tmp_path):
     kind(tmp_path / "metrics.jsonl")
     for read in (load_metrics, MetricsFile):
-        with pytest.raises(UserError, match=r"metrics\.jsonl .* no regular file"):
+        with pytest.raises(UserError, match=r"metrics\.jsonl .* not a regular file"):
             read(tmp_path)
 
 

@@ -98,7 +98,7 @@ def test_products_are_those_of_tensors_quantised_in_loops(recipe, gradient_forma
     assert error(dx, expected_dx) < tolerance
     assert error(dw, expected_dw) < tolerance
     assert error(db, dy.double().sum(dim=0)) < tolerance
-    # Quantised they are: the products of the values lie further off.
+    # Quantized they are: the products of the values lie further off.
     assert error(y, x.double() @ weight.double().t() + bias.double()) > 5e-3
 
 

@@ -110,7 +110,7 @@ def test_a_run_goes_on_in_another_layout_and_says_so(finished_run, cache_dir, tm
     assert done.returncode == 0, done.stderr[-4000:]
     assert (
         "note: resharded: model.tensor_model_parallel_size=2 (saved with 1), processes=2 (saved with 1); random states "
-        "are seeded anew from model.seed and the step\n"
+        "are reseeded from model.seed and the step\n"
     ) in done.stdout.replace("\n  ", " ")
     metrics = load_metrics(run_dir)
     assert [start.step for start in metrics.starts] == [0, 2]

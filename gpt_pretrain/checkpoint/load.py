@@ -200,7 +200,7 @@ def load_checkpoint(
 ) -> Restored:
     """Restores all of a checkpoint, so that the run continues where it was saved; every rank calls it.
 
-    Random states belong to a place in the layout: in another layout they are seeded anew, from the run's seed and the
+    Random states belong to a place in the layout: in another layout they are reseeded, from the run's seed and the
     step. `data` has `data.corpus.Corpus.fingerprints`.
 
     Raises:
@@ -224,7 +224,7 @@ def load_checkpoint(
     if not restores_random_states:
         del wanted[RANDOM_STATES]
         notes.append(
-            f"resharded: {differences(places, manifest.layout)}; random states are seeded anew from "
+            f"resharded: {differences(places, manifest.layout)}; random states are reseeded from "
             "model.seed and the step"
         )
 

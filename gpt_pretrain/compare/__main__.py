@@ -170,14 +170,14 @@ def print_comparison(comparison: Comparison, console: "Console") -> None:
 def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
     """Refuses runs given without a key, or with one that only resembles `runs`."""
     problems = [
-        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, and nothing of training beside it"
+        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, without any training arguments"
         for argument in arguments
         for key, _, value in [argument.lstrip("+").partition("=")]
         if key == "run" and not value.startswith("{")
     ]
     names = [word for word in arguments if "=" in word or is_known(word) or word in groups or not word.strip()]
     if arguments and not names:
-        problems.append(f"{' '.join(arguments)} stand without a key; write runs=[{','.join(arguments)}]")
+        problems.append(f"{' '.join(arguments)} are given without a key; write runs=[{','.join(arguments)}]")
     if problems:
         raise ConfigError(problems)
 

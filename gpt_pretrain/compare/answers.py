@@ -145,7 +145,7 @@ def _compare_variant(
         if diverged(run):
             why = f"the loss of {run.name} is not finite at its end"
             if run.variant == baseline:
-                return _unable(answer, baseline, why, "mend the baseline")
+                return _unable(answer, baseline, why, "fix the baseline")
             text = f"{variant} trains worse than {baseline}: {why}"
             return replace(answer, judgement="worse", sentence=text, reasons=(why,))
     try:
@@ -154,7 +154,7 @@ def _compare_variant(
         return _unable(answer, baseline, str(reason), "run longer, or log more often")
     reasons = []
     if silent := [run.name for run in (*ours, *theirs) if not run.training.gpu_seconds]:
-        reasons.append(f"no time to loss: {', '.join(silent)} tells no times, or not on how many GPUs")
+        reasons.append(f"no time to loss: {', '.join(silent)} has no times, or not on how many GPUs")
     if not pair.is_whole:
         reasons.append("the runs end at different steps: compared up to the end of the shortest")
     gap = relative(pair.gap_at(pair.end))
@@ -181,7 +181,7 @@ def _with_sentence(answer: Answer, gap: Interval, baseline: str, allowed: float)
             return replace(answer, sentence=f"{answer.variant} {pace}; {loss}")
         return replace(answer, sentence="; ".join(filter(None, [start, loss, pace])))
     if gap.high is None:
-        why = "one run of each tells no noise"
+        why = "one run of each shows no noise"
     else:
         why = f"up to {_percent(gap.high):+f}% is possible, and {100 * allowed:g}% counts"
     return _unable(answer, baseline, "; ".join(filter(None, [loss, why, pace])), "run longer or more seeds")
@@ -296,6 +296,6 @@ def _missed(answer: Answer, gate: Gate) -> Iterator[str]:
     if least is not None:
         key = f"{answer.variant}: compare.min_speedup={least:g}"
         if speedup is None or speedup.low is None:
-            yield f"{key} is not shown: {'no time to loss' if speedup is None else 'one run each tells no spread'}"
+            yield f"{key} is not shown: {'no time to loss' if speedup is None else 'one run each shows no spread'}"
         elif speedup.low < least:
             yield f"{key} is missed: the speedup is {speedup.value:.3f}, its interval begins at {speedup.low:.3f}"

@@ -101,4 +101,4 @@ def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
         if missing:
             silent.setdefault(", ".join(missing), []).append(run.name)
     for what, names in silent.items():
-        yield f"not told by {', '.join(names)}: {what}; taken for equal, check it yourself"
+        yield f"not stated by {', '.join(names)}: {what}; assumed equal, check it yourself"

@@ -172,7 +172,7 @@ def _list(lines: Iterable[str]) -> str:
 
 def _tables(comparison: Comparison) -> Iterator[str]:
     if comparison.obstacles or comparison.unchecked:
-        yield "<h2>What stands against a comparison</h2>\n"
+        yield "<h2>Why these runs cannot be compared</h2>\n"
     if comparison.obstacles:
         rows = [(each.run, each.key, each.baseline_value, each.value) for each in comparison.obstacles]
         yield _table(["run", "key", comparison.baseline, "this run"], rows, "words")

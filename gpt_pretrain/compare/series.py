@@ -224,7 +224,7 @@ def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
 
 
 def check_size(path: Path) -> None:
-    """Raises `UserError` for what cannot be read, is too large, or is no regular file: reading a pipe would block."""
+    """Raises `UserError` for what cannot be read, is too large, or is no file: reading a pipe would block."""
     try:
         status = path.stat()
         if stat.S_ISREG(status.st_mode):
@@ -232,7 +232,7 @@ def check_size(path: Path) -> None:
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
     if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} cannot be read: it is no regular file; write it to one")
+        raise UserError(f"{path} cannot be read: it is not a regular file; write it to one")
     if status.st_size > MAX_BYTES:
         size, most = format_bytes(status.st_size), format_bytes(MAX_BYTES)
         raise UserError(f"{path} has {size}; at most {most} are read, so cut it")

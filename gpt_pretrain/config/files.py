@@ -145,7 +145,7 @@ def check_regular(path: Path) -> None:
         ForeignFileError: It is a pipe, a device or a directory.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise ForeignFileError(f"{path} cannot be read: it is no regular file")
+        raise ForeignFileError(f"{path} cannot be read: it is not a regular file")
 
 
 def read_foreign_text(path: Path) -> str:
@@ -160,7 +160,7 @@ def read_foreign_text(path: Path) -> str:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ForeignFileError(f"{path} cannot be read: it is no regular file")
+                raise ForeignFileError(f"{path} cannot be read: it is not a regular file")
             if status.st_size > _LARGEST_BYTES:
                 raise ForeignFileError(f"{path} cannot be read: {status.st_size:,} bytes are no file of its kind")
             return file.read().decode("utf-8")

@@ -70,6 +70,7 @@ def microbatches(
 
     Samples [0, num_samples) are read, except a last, incomplete global batch; with `repeat` again and again.
     """
+    assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
     stride = micro_batch_size * data_parallel_size
     assert global_batch_size % stride == 0, (global_batch_size, stride)
     assert num_samples >= global_batch_size, (num_samples, global_batch_size)

@@ -137,7 +137,7 @@ def _no_gpu(facts: Facts, torch: Torch) -> Finding:
             the_driver,
             f"runs CUDA up to {'.'.join(map(str, driver.cuda))}, and PyTorch {torch.version} is built for CUDA "
             f"{torch.cuda}, which needs {_FIRST_DRIVER.get(needed, 'a newer one')}. Update it on the host, also for a "
-            "container, or on a data centre GPU install CUDA's compatibility package",
+            "container, or on a data center GPU install CUDA's compatibility package",
             f"apt-get install cuda-compat-{torch.cuda.replace('.', '-')} && "
             f"export LD_LIBRARY_PATH=/usr/local/cuda-{torch.cuda}/compat:$LD_LIBRARY_PATH",
             Blocks.training,
@@ -263,7 +263,7 @@ def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str,
         _SEE_GPUS,
     )
     not_found = "shared object not found|cannot open shared object file"
-    yield not_found, "The library is not where it is looked for", _use_libraries_of(torch)
+    yield not_found, "The library is not on the search path", _use_libraries_of(torch)
     missing = re.search(r"No module named '(\w+)'", te.problem)
     if missing:
         yield "", "It needs that module", f"{_INSTALL} {missing[1]}"

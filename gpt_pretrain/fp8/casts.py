@@ -55,7 +55,7 @@ ScaleRule = Callable[[torch.Tensor, str, torch.dtype], torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Quantised:
+class Quantized:
     """A matrix in FP8."""
 
     format: str
@@ -125,12 +125,12 @@ def _codes(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
     return (x.float() * scale).clamp(-largest, largest).to(CODE_TYPES[format])
 
 
-def cast_tensor(x: torch.Tensor, format: str, scale: torch.Tensor, amax: torch.Tensor) -> Quantised:
+def cast_tensor(x: torch.Tensor, format: str, scale: torch.Tensor, amax: torch.Tensor) -> Quantized:
     """Casts a matrix [rows, columns] with a given scale [1]; `amax` [1] is kept beside it."""
-    return Quantised(format=format, codes=_codes(x, scale, format), scale=scale, amax=amax, block=None)
+    return Quantized(format=format, codes=_codes(x, scale, format), scale=scale, amax=amax, block=None)
 
 
-def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: ScaleRule) -> Quantised:
+def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: ScaleRule) -> Quantized:
     """Casts a matrix [rows, columns] with one scale for each block of it, by the rule.
 
     Blocks at the lower and right edge may be smaller.
@@ -142,16 +142,16 @@ def cast_blocks(x: torch.Tensor, format: str, block: tuple[int, int], rule: Scal
     amax = _magnitudes(tiles).amax(dim=(1, 3), keepdim=True).float()
     scale = rule(amax, format, x.dtype)
     codes = _codes(tiles, scale, format).reshape(padded.shape)[:rows, :columns]
-    return Quantised(format=format, codes=codes, scale=scale[:, 0, :, 0], amax=amax.amax().reshape(1), block=block)
+    return Quantized(format=format, codes=codes, scale=scale[:, 0, :, 0], amax=amax.amax().reshape(1), block=block)
 
 
 @dataclass(frozen=True, slots=True)
 class Directions:
     """A matrix [rows, columns] in FP8, as the products need it."""
 
-    along_rows: Quantised
+    along_rows: Quantized
     """For the product that sums over its columns: blocks lie within rows."""
-    along_columns: Quantised
+    along_columns: Quantized
     """For the product that sums over its rows: blocks lie within columns."""
 
 
@@ -192,13 +192,13 @@ def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
     """One scale per tensor, or per row and per column (`Float8LinearConfig.from_recipe_name`)."""
     recipe, format = settings.recipe, role_format(settings, role)
 
-    def cast(dim: int | None) -> Quantised:
+    def cast(dim: int | None) -> Quantized:
         # torch's maximum keeps NaN.
         amax = x.abs().amax().reshape(1) if dim is None else x.abs().amax(dim=dim, keepdim=True)
         scale = torchao_scale(format, recipe, amax)
         block = None if dim is None else ((x.shape[0], 1), (1, x.shape[1]))[dim]
         codes, whole = _codes(x, scale, format), amax.amax().float().reshape(1)
-        return Quantised(format=format, codes=codes, scale=scale, amax=whole, block=block)
+        return Quantized(format=format, codes=codes, scale=scale, amax=whole, block=block)
 
     if recipe.scales_tensors:
         quantised = cast(None)

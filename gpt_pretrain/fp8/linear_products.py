@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.fp8.casts import Cast, Directions, Quantised
+from gpt_pretrain.fp8.casts import Cast, Directions, Quantized
 from gpt_pretrain.fp8.delayed import LayerScaling
 from gpt_pretrain.fp8.gemms import (
     BF16_ROUNDING,
@@ -33,7 +33,7 @@ from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.fp8 import Fp8Settings
 
 # An engine's product of operands in the order of `gemms.OPERANDS`, in the given type, plus a bias [columns] or None.
-type Multiply = Callable[[Phase, Quantised, Quantised, torch.dtype, torch.Tensor | None], torch.Tensor]
+type Multiply = Callable[[Phase, Quantized, Quantized, torch.dtype, torch.Tensor | None], torch.Tensor]
 
 
 class LinearProducts:
@@ -94,7 +94,7 @@ class LinearProducts:
         return self._noted(self._rule(x, role))
 
     def _multiply_values(
-        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None
+        self, phase: Phase, first: Quantized, second: Quantized, dtype: torch.dtype, bias: torch.Tensor | None
     ) -> torch.Tensor:
         """The product of what the codes stand for, in fp32."""
         y = multiply(phase, first.values(), second.values())
@@ -105,7 +105,7 @@ class LinearProducts:
     def _weight_codes(self, weight: torch.Tensor) -> Directions:
         if not isinstance(weight, StoredWeight):
             return self.cast(weight.detach(), Role.weight)
-        along_rows = Quantised(
+        along_rows = Quantized(
             format=role_format(self.settings, Role.weight),
             codes=weight.codes.view(torch.float8_e4m3fn),
             scale=weight.scale,
@@ -142,7 +142,7 @@ class _Call:
         self,
         phase: Phase,
         output: torch.Tensor,
-        *operands: Quantised | torch.Tensor,
+        *operands: Quantized | torch.Tensor,
         dy: torch.Tensor | None = None,
         bias: torch.Tensor | None = None,
     ) -> None:
@@ -159,7 +159,7 @@ class _Call:
             listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
 
 
-def _operand(role: Role, data: Quantised | torch.Tensor, values: torch.Tensor | None) -> Operand:
+def _operand(role: Role, data: Quantized | torch.Tensor, values: torch.Tensor | None) -> Operand:
     if isinstance(data, torch.Tensor):
         format = str(data.dtype).removeprefix("torch.")
         return Operand(role=role, format=format, values=data)

@@ -19,7 +19,7 @@ from torchao.float8 import Float8LinearConfig, GemmInputRole, LinearMMConfig, Sc
 from torchao.float8.float8_training_tensor import Float8TrainingTensor, hp_tensor_and_scale_to_float8
 from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 
-from gpt_pretrain.fp8.casts import Directions, Quantised
+from gpt_pretrain.fp8.casts import Directions, Quantized
 from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, multiply, role_format
 from gpt_pretrain.megatron.whole_layers import prepare_compiler
 from gpt_pretrain.spec.fp8 import Fp8Settings
@@ -61,7 +61,7 @@ class TorchAO:
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations
         directions = [
-            Quantised(format=format, codes=codes, scale=scale, amax=amax, block=blocks[axis])
+            Quantized(format=format, codes=codes, scale=scale, amax=amax, block=blocks[axis])
             for axis, (codes, scale, amax) in zip(axes, cast(x, CODE_TYPES[format], axes), strict=True)
         ]
         # Without a second axis no product reads along columns.
@@ -90,7 +90,7 @@ class TorchAO:
         return [(each, scales[axis], whole) for axis, each in zip(axes, codes, strict=True)]
 
     def multiply(
-        self, phase: Phase, first: Quantised, second: Quantised, dtype: torch.dtype, bias: torch.Tensor | None = None
+        self, phase: Phase, first: Quantized, second: Quantized, dtype: torch.dtype, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         """One of the three products; see `linear_products.Multiply`."""
         operands: list[_Operand] = []

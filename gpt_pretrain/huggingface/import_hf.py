@@ -127,8 +127,8 @@ def import_hf(source: Path, out: Path) -> str:
     return (
         f"written: {out}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {', '.join(sorted(types))}\n"
-        f"go on with: python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=…\n"
-        + ("  no tokenizer.json was there: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
+        f"continue with: python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=…\n"
+        + ("  no tokenizer.json found: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
     )
 
 

@@ -100,7 +100,7 @@ def _ms(seconds: float) -> str:
 def _experts_verdict(model: ModelConfig, run: Speed | None) -> str:
     """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
-    told = [f"forecasts are calibrated on {CALIBRATED_ON} alone, and no other model or machine"]
+    told = [f"forecasts are calibrated only on {CALIBRATED_ON}, on no other model or machine"]
     if at_first > 1:
         told.append(
             f"the fullest rank is assumed to have {at_first:.2f} times the mean number of rows at first, for memory, "

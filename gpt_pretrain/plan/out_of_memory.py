@@ -250,7 +250,7 @@ def _advice(spec: RunSpec, needed: Callable[[MemoryForecast], float], *, has_gib
     remedies = plan_remedies(spec, needed)
     larger = "use more GPUs" if spec.platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
-        return [f"no key of this run would reduce it for the same work: {larger}, or a smaller model"]
+        return [f"no key of this run would reduce its memory for the same work: {larger}, or a smaller model"]
     now = needed(_forecast_of(spec))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [

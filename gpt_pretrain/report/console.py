@@ -249,6 +249,6 @@ def _rewind_sentence(record: RewindRecord) -> str:
         return f"step {record.spike_step} is trained on: {record.problem}"
     last_sample = record.first_sample + record.num_samples - 1
     return (
-        f"back to step {record.step}, behind the spike of step {record.spike_step}, in {record.time_s:.1f} s; samples "
-        f"{record.first_sample} to {last_sample} are passed over; rewinds so far: {record.rewinds}"
+        f"back to step {record.step}, before the spike of step {record.spike_step}, in {record.time_s:.1f} s; samples "
+        f"{record.first_sample} to {last_sample} are skipped; rewinds so far: {record.rewinds}"
     )
