@@ -252,10 +252,9 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
             why = "Transformer Engine layers have their own attention"
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
     if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
-        accumulation = "gradient_accumulation_fusion=true"
-        ways = f"{accumulation}, or embedding_gradient_fusion=null or false"
-        yield _needs(
-            spec, "embedding_gradient_fusion", f"model.{accumulation}", "null leaves that out on this machine", ways
+        yield (
+            "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
+            "here; set gradient_accumulation_fusion=true, or use null or false"
         )
     if model.compile and platform.compiler_problem is not None:
         yield _needs(
