@@ -44,65 +44,56 @@ def _unresolved(node: DictConfig, name: str) -> Any:
     return raw[name]
 
 
-class _Reader:
-    """Reads a composed configuration once and collects its problems."""
+def _read_section(
+    node: DictConfig, section: type, prefix: str, origins: Mapping[str, str], *, complete: bool
+) -> tuple[Any, list[str]]:
+    """Builds `section` from `node`, None if something in it is wrong or open, and returns what is wrong."""
+    problems = [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
+    values: dict[str, Any] = {}
+    for field in fields(section):
+        path, child = prefix + field.name, node._get_node(field.name)
+        if child is None or OmegaConf.is_missing(node, field.name):
+            if complete:
+                what = "is not in the configuration" if child is None else "has no value"
+                key = schema_keys().get(path)
+                takes = "" if key is None else f" ({key.type_text}: {key.doc})"
+                problems.append(f"{path} {what}; choose a preset that sets it, or give {path}=…{takes}")
+        elif is_dataclass(field.type):
+            assert isinstance(field.type, type)
+            if not isinstance(child, DictConfig) or child._is_none():
+                problems.append(section_problem(path, _unresolved(node, field.name)))
+                continue
+            typed, wrong = _read_section(child, field.type, f"{path}.", origins, complete=complete)
+            problems += wrong
+            if typed is not None:
+                values[field.name] = typed
+        else:
+            try:
+                values[field.name] = _read_leaf(node, field.name, schema_keys()[path])
+            except InterpolationToMissingValueError:
+                # The open value that it refers to is reported under its own name.
+                continue
+            except WrongValue as wrong_value:
+                problems.append(f"{wrong_value} (in {origins[path]})" if path in origins else str(wrong_value))
+    return section(**values) if len(values) == len(fields(section)) else None, problems
 
-    def __init__(self, origins: Mapping[str, str], *, complete: bool) -> None:
-        self.origins = origins
-        self.complete = complete
-        self.problems: list[str] = []
 
-    def read_section(self, node: DictConfig, section: type, prefix: str) -> Any:
-        """Builds `section` from `node`; None if something in it is wrong or missing."""
-        self.problems += [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
-        values: dict[str, Any] = {}
-        for field in fields(section):
-            path = prefix + field.name
-            if is_dataclass(field.type):
-                assert isinstance(field.type, type)
-                child = node._get_node(field.name)
-                if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-                    typed = self.read_section(child, field.type, f"{path}.")
-                    if typed is not None:
-                        values[field.name] = typed
-                elif child is None or OmegaConf.is_missing(node, field.name):
-                    self._missing(path, "is not in the configuration")
-                else:
-                    self.problems.append(section_problem(path, _unresolved(node, field.name)))
-            else:
-                self._read_leaf(node, field.name, schema_keys()[path], values)
-        return section(**values) if len(values) == len(fields(section)) and not self.problems else None
-
-    def _read_leaf(self, node: DictConfig, name: str, key: Key, values: dict[str, Any]) -> None:
-        if node._get_node(name) is None or OmegaConf.is_missing(node, name):
-            self._missing(key.path, "is not in the configuration" if node._get_node(name) is None else "has no value")
-            return
-        try:
-            value = node[name]
-            if isinstance(value, DictConfig | ListConfig):
-                value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-        except InterpolationToMissingValueError:
-            # The open value that it refers to is reported under its own name.
-            return
-        except (OmegaConfBaseException, RecursionError) as error:
-            given, reason = f"{key.path}={_unresolved(node, name)!s}", str(error).splitlines()[0]
-            self.problems.append(f"{given} cannot be resolved{self._origin(key.path)}: {reason}")
-            return
-        try:
-            values[name] = convert(value, key)
-        except WrongValue as wrong:
-            instead = UNSUPPORTED_VALUES.get((key.path, str(value).lower()))
-            text = str(wrong) if instead is None else f"{str(wrong).partition(';')[0]}; {instead}"
-            self.problems.append(f"{key.path}={show(value)} {text}{self._origin(key.path)}")
-
-    def _missing(self, path: str, what: str) -> None:
-        if self.complete:
-            key = schema_keys().get(path)
-            takes = "" if key is None else f" ({key.type_text}: {key.doc})"
-            self.problems.append(f"{path} {what}; choose a preset that sets it, or give {path}=…{takes}")
-
-    def _origin(self, path: str) -> str:
-        return f" (in {self.origins[path]})" if path in self.origins else ""
+def _read_leaf(node: DictConfig, name: str, key: Key) -> Any:
+    try:
+        value = node[name]
+        if isinstance(value, DictConfig | ListConfig):
+            value = OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
+    except InterpolationToMissingValueError:
+        raise
+    except (OmegaConfBaseException, RecursionError) as error:
+        reason = str(error).splitlines()[0]
+        raise WrongValue(f"{key.path}={_unresolved(node, name)!s} cannot be resolved: {reason}") from error
+    try:
+        return convert(value, key)
+    except WrongValue as wrong:
+        instead = UNSUPPORTED_VALUES.get((key.path, str(value).lower()))
+        text = str(wrong) if instead is None else f"{str(wrong).partition(';')[0]}; {instead}"
+        raise WrongValue(f"{key.path}={show(value)} {text}") from None
 
 
 def read_config(
@@ -113,9 +104,8 @@ def read_config(
     `composed` has no `hydra` section, `origins` maps dotted keys to the YAML files that set them, for messages, and
     `complete` makes open values (`???`) problems.
     """
-    reader = _Reader(origins or {}, complete=complete)
-    config = reader.read_section(composed, Config, "")
-    return (None, reader.problems) if reader.problems else (config, [])
+    config, problems = _read_section(composed, Config, "", origins or {}, complete=complete)
+    return (None if problems else config), problems
 
 
 def config_to_dict(value: Any) -> Any:

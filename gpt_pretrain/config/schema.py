@@ -242,7 +242,8 @@ class ModelConfig:
     fp8_amax_compute_algo: choices.AmaxComputeAlgo | None
     """delayed: which amax of the history sets the scale, max or most_recent; null: max."""
     fp8_wgrad: bool | None
-    """Compute weight gradients in FP8; false: in the run's precision (only with emulated delayed); null: true."""
+    """Compute weight gradients in FP8; false: in the run's precision (delayed, and only emulated); null: true, except
+    with rowwise_with_gw_hp."""
     fp8_params: bool
     """Store and gather the layers' weights in FP8, with fp32 masters; needs the distributed optimizer."""
     fp8_dot_product_attention: bool
@@ -337,16 +338,16 @@ class TrainerConfig:
     """Warn if a step's loss exceeds the median of up to 64 previous ones by more than this many standard deviations
     (1.4826 times their median absolute deviation); null: no warnings."""
     max_spike_rewinds: int | None
-    """How often in the whole run such a spike makes it return to the newest checkpoint before the spike and continue
-    with the samples after it; the next spike ends the run, with exit code 1 and a file in RUN_DIR/dumps. null: training
+    """How often in all the run may return from such a spike to the newest checkpoint before it and continue with the
+    samples after the spike; the next spike ends the run, with exit code 1 and a file in RUN_DIR/dumps. null: training
     continues through spikes."""
     spike_margin: int
-    """Fewest steps between a spike and the checkpoint to return to, on either side, because the weights are ruined
-    before the loss shows it. Without such a checkpoint, training continues through the spike."""
+    """Fewest steps between the checkpoint to return to and any spike, on either side of it: what ruined the weights
+    happened before the loss shows it. If no such checkpoint precedes a spike, training continues through it."""
     hang_timeout: float | None
     """Seconds without progress after which a rank counts as hung and the run ends on all ranks with stack traces and
-    exit code 71. Allow for a save or the building of an index. After a few steps the limit for a step falls to 10 times
-    the longest so far, but at least 40 s. A rank that dies ends the run likewise. null: no watchdog, for a debugger."""
+    exit code 71. A save or the building of an index must fit. After a few steps, a step is allowed less: 10 times the
+    longest so far, but at least 40 s. A rank that dies ends the run likewise. null: no watchdog, for a debugger."""
     gc_interval: int
     """Steps between garbage collections, which run at the same step on all ranks; 0: leave them to Python."""
     deterministic: bool
@@ -440,9 +441,10 @@ class BenchmarkConfig:
 
     variants: list[str]
     """Variants to compare; ratios refer to the first. Each is a name of `benchmark.overrides` or overrides themselves
-    ("fp8=delayed model.fp8_params=true"). bare, or bare:… before either, is megatron-core's own loop with the same."""
+    ("fp8=delayed model.fp8_params=true"). bare is megatron-core's own loop without overrides, bare:… that loop with
+    either."""
     overrides: dict[str, str]
-    """Overrides of each variant by its name; +benchmark.overrides.NAME='…' adds one."""
+    """Overrides that each variant, by its name, adds to the command line; +benchmark.overrides.NAME='…' adds one."""
     warmup_steps: int
     """Untimed steps at the start of each process."""
     steps: int
@@ -465,7 +467,7 @@ class GateConfig:
 
     max_loss_gap: str | None
     """Largest final loss above the first variant's, as a percentage: 0.5%. The whole confidence interval must lie
-    below. null: no demand, and the verdict calls a gap of up to 0.5% as good."""
+    below it. The verdict calls such a gap as good. null: no demand, and 0.5% for the verdict."""
     min_speedup: float | None
     """Smallest speedup: the first variant's GPU-seconds to the same loss over each other variant's. The whole
     confidence interval must lie above. null: no demand."""

@@ -10,7 +10,6 @@ Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The
 All jobs of a sweep pass it before the first one starts.
 """
 
-import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +33,8 @@ from gpt_pretrain.rules.overrides import (
     lines_of,
     parse_override,
     parse_overrides,
-    readers_of,
     single_value,
+    submitted_overrides,
     without_sweeps,
 )
 
@@ -106,27 +105,42 @@ def default_run_dir(composed: DictConfig) -> DictConfig:
 
 
 def _read_job(
-    composed: DictConfig, number: int, origins: dict[str, str], *, complete: bool
-) -> tuple[Config | None, list[str]]:
-    """Reads the typed configuration as the job itself will, `${hydra:…}` interpolations included."""
+    loader: Loader, lines: Sequence[str], number: int, given: frozenset[str], *, multirun: bool, complete: bool
+) -> tuple[DictConfig, Config | None, list[str]]:
+    """Composes a job and reads its configuration as the job itself will, `${hydra:…}` interpolations included.
+
+    `given` are the keys that the command line sets: no file is to blame for their values. The configuration is None if
+    it has problems or open values.
+
+    Raises:
+        ConfigError: Hydra cannot compose it.
+    """
+    composed = loader.compose(lines)
+    problems, origins = _check_files(loader, lines)
+    if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
+        return composed, None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
     with open_dict(composed):
         composed.hydra.job.num = number
         composed.hydra.job.id = str(number)
-        sweep = composed.hydra.mode is RunMode.MULTIRUN
-        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if sweep else composed.hydra.run.dir
+        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if multirun else composed.hydra.run.dir
         composed.hydra.runtime.output_dir = str(Path(directory).absolute())
     # As Hydra's `set_config`, which copies it.
     HydraConfig.instance().cfg = cast(Any, composed)
     try:
         nodes = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
         task = DictConfig(nodes, flags={"no_deepcopy_set_nodes": True})
-        return read_config(default_run_dir(task), origins=origins, complete=complete)
+        files = {path: file for path, file in origins.items() if path not in given}
+        config, wrong = read_config(default_run_dir(task), origins=files, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
+    # A key that a file misspells is also in the composed configuration.
+    named = {problem.partition(": ")[2] for problem in problems}
+    return composed, config, [*problems, *(problem for problem in wrong if problem not in named)]
 
 
-def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str]]:
-    """The overrides of each job, as Hydra's own sweeper splits them."""
+def _sweep(loader: Loader, accepted: Sequence[Override]) -> tuple[list[list[str]], Submission | None]:
+    """The overrides of each job, as Hydra's own sweeper splits them, and how the jobs are submitted to Slurm."""
+    base = loader.compose(lines_of(accepted), RunMode.MULTIRUN)
     for plugin, name, ways in (
         (base.hydra.sweeper, "sweeper", "hydra/sweeper=basic"),
         (base.hydra.launcher, "launcher", "hydra/launcher=basic, one after another, or as jobs of Slurm, =slurm"),
@@ -137,10 +151,11 @@ def _sweep_jobs(base: DictConfig, accepted: Sequence[Override]) -> list[list[str
             raise ConfigError([f"{problem}; a sweep's jobs run with {ways}"])
     params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
     tasks = [override for override in accepted if not override.is_hydra_override()]
-    return BasicSweeper.split_arguments([*params, *tasks], None)[0]
+    submission = read_submission(base.hydra.launcher) if is_submission(base.hydra.launcher) else None
+    return BasicSweeper.split_arguments([*params, *tasks], None)[0], submission
 
 
-def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
+def _told_once(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """The problems of all jobs, each once; if not all jobs have one, with the overrides of those that do."""
     jobs_of: dict[str, list[str]] = {}
     for job, problems in found:
@@ -148,69 +163,6 @@ def _told_once(found: Sequence[tuple[str, list[str]]]) -> list[str]:
             jobs_of.setdefault(problem, []).append(job)
     return [
         problem if len(jobs) == len(found) else f"{problem} [{'; '.join(jobs)}]" for problem, jobs in jobs_of.items()
-    ]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Gate:
-    loader: Loader
-    given: frozenset[str]
-    """Keys that the command line sets: no file is to blame for their values, and they must have an effect."""
-    multirun: bool
-    complete: bool
-    submission: Submission | None
-    rules: Rules | None
-
-    def check_job(self, number: int, lines: Sequence[str], overrides: tuple[str, ...]) -> tuple[Job | None, list[str]]:
-        """Composes one job and reads its configuration; None if it has problems or open values."""
-        try:
-            composed = self.loader.compose(lines)
-        except ConfigError as error:
-            return None, list(error.problems)
-        problems, origins = _check_files(self.loader, lines)
-        if composed.hydra.mode is RunMode.MULTIRUN and not self.multirun:
-            return None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
-        origins = {path: file for path, file in origins.items() if path not in self.given}
-        config, wrong = _read_job(composed, number, origins, complete=self.complete)
-        # A key that a file misspells is also in the composed configuration.
-        named = {problem.partition(": ")[2] for problem in problems}
-        problems += [problem for problem in wrong if problem not in named]
-        if config is not None and not problems and self.rules is not None:
-            problems = [*given_without_effect(config, self.given), *self.rules(config, self.submission)]
-        if config is None:
-            return None, problems
-        arguments = () if self.submission is None else _alone(composed, config)
-        if self.submission is not None:
-            problems += _run_dir_of_a_job(config)
-        problems += [
-            f"{argument}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
-            for argument in arguments
-            # As it was typed, or as Hydra's sweeper quotes it.
-            if re.search(r"\$\\?\{hydra\b", argument)
-        ]
-        if problems:
-            return None, problems
-        return Job(overrides=overrides, config=config, submission=self.submission, arguments=arguments), problems
-
-
-def _alone(composed: DictConfig, config: Config) -> tuple[str, ...]:
-    """The arguments of a job on its own, outside the sweep, with explicit directory and FP8 preset."""
-    lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
-    assert isinstance(lines, list)
-    keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
-    # A submitted run would refuse the keys of the comparison that submits it.
-    task = [str(line) for line, key in zip(lines, keys, strict=True) if key != "run_dir" and not readers_of(key)]
-    return (*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}")
-
-
-def _run_dir_of_a_job(config: Config) -> list[str]:
-    """The batch script takes the path literally and gives it to Hydra in single quotes."""
-    assert config.run_dir is not None, "a sweep's jobs have directories of their own"
-    if not re.search(r"['\\\x00-\x1f\x7f]|\$\{", config.run_dir):
-        return []
-    return [
-        f"run_dir={show(config.run_dir)} has characters that a job of Slurm cannot be given (single quotes, "
-        "backslashes, ${…}); give another one with run_dir=… or hydra.sweep.dir=…"
     ]
 
 
@@ -239,36 +191,40 @@ def check_command(
     submission = None
     if multirun:
         try:
-            base = loader.compose(lines_of(accepted), RunMode.MULTIRUN)
-            sweeps = _sweep_jobs(base, accepted)
-            if is_submission(base.hydra.launcher):
-                submission = read_submission(base.hydra.launcher)
+            sweeps, submission = _sweep(loader, accepted)
         except ConfigError as error:
             raise ConfigError([*problems, *error.problems]) from error
-        fixed = [*lines_of(o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode")]
-        fixed.append("hydra.mode=MULTIRUN")
+        hydras = [o for o in accepted if o.is_hydra_override() and o.key_or_group != "hydra.mode"]
+        fixed = [*lines_of(hydras), "hydra.mode=MULTIRUN"]
     else:
         accepted, several = without_sweeps(accepted)
         problems += several
         sweeps, fixed = [[]], lines_of(accepted)
+    given = frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group))
+    # Without the refused overrides, the rules would blame the rest.
+    rules = None if problems else rules
 
-    gate = _Gate(
-        loader=loader,
-        given=frozenset(path for o in accepted for path, _ in flatten(single_value(o), o.key_or_group)),
-        multirun=multirun,
-        complete=complete,
-        submission=submission,
-        # Without the refused overrides, the rules would blame the rest.
-        rules=None if problems else rules,
-    )
     jobs: list[Job] = []
-    found: list[tuple[str, list[str]]] = []
+    found: list[tuple[str, Sequence[str]]] = []
     for number, sweep in enumerate(sweeps):
         varying = tuple(line for line in sweep if not all(line in other for other in sweeps))
-        job, job_problems = gate.check_job(number, [*fixed, *sweep], varying)
-        found.append((" ".join(varying), job_problems))
-        if job is not None:
-            jobs.append(job)
+        lines = [*fixed, *sweep]
+        try:
+            composed, config, wrong = _read_job(loader, lines, number, given, multirun=multirun, complete=complete)
+        except ConfigError as error:
+            found.append((" ".join(varying), error.problems))
+            continue
+        found.append((" ".join(varying), wrong))
+        if config is None:
+            continue
+        if rules is not None and not wrong:
+            wrong += [*given_without_effect(config, given), *rules(config, submission)]
+        arguments: list[str] = []
+        if submission is not None:
+            arguments, unfit = submitted_overrides(composed, config)
+            wrong += unfit
+        if not wrong:
+            jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs) if multirun else []
     if problems:

@@ -9,11 +9,12 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.errors import ConfigError, how_to_install
+from gpt_pretrain.config.errors import ConfigError, how_to_install, show
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.rules.model import refusal
+from gpt_pretrain.rules.no_effect import value_of
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (
@@ -34,6 +35,12 @@ from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
+
+
+def _needs(spec: RunSpec, key: str, needed: str, why: str, instead: str = "null or false") -> str:
+    """The message about a key of `model.` whose value needs what this machine lacks."""
+    value = value_of(spec.config, f"model.{key}")
+    return f"model.{key}={show(value)} needs {needed}: {why}; use {instead}"
 
 
 def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
@@ -77,17 +84,18 @@ def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
     platform, width = spec.platform, kv_channels(spec.model)
     capability = platform.compute_capability
     assert capability is not None, "asked only of a GPU"
-    key = "model.fp8_dot_product_attention=true"
+    key, kv_channels_are = "fp8_dot_product_attention", f"model.kv_channels={width}"
     if not HOPPER <= capability < CONSUMER_BLACKWELL:
-        yield f"{key} needs compute capability 9.x or 10.x, and this is {platform.gpu}; use false"
+        yield _needs(spec, key, "compute capability 9.x or 10.x", f"this is {platform.gpu}", "false")
     elif capability < BLACKWELL and width != 128:
-        yield f"{key} needs heads of 128 channels to train on Hopper, and model.kv_channels={width}; use false"
+        yield _needs(spec, key, "heads of 128 channels to train on Hopper", kv_channels_are, "false")
     elif width > 128 or width % 16:
-        yield f"{key} needs heads of a multiple of 16 up to 128 channels, and model.kv_channels={width}; use false"
+        yield _needs(spec, key, "heads of a multiple of 16 up to 128 channels", kv_channels_are, "false")
     if capability < BLACKWELL and not settings.recipe.keeps_history and not _is_attention_delayed(platform):
         why = "on Hopper, cuDNN's FP8 attention takes delayed scales only"
         export = "export NVTE_DPA_FP8_RECIPE=DelayedScaling for attention alone"
-        yield refusal(key, f"model.fp8_recipe={settings.recipe.name}", why, "false", "fp8=delayed", export)
+        setting = f"model.fp8_recipe={settings.recipe.name}"
+        yield refusal(f"model.{key}=true", setting, why, "false", "fp8=delayed", export)
 
 
 def _is_attention_delayed(platform: Platform) -> bool:
@@ -154,19 +162,6 @@ def machine_notes(spec: RunSpec) -> list[str]:
     return notes
 
 
-def _multicast_problems(spec: RunSpec) -> Iterator[str]:
-    """User buffers with multicast on a host whose environment says that it has none."""
-    variables = spec.platform.multicast_variables
-    if variables.get(NO_MULTICAST) != MULTICAST_OFF[NO_MULTICAST]:
-        return
-    if spec.model.tp_comm_overlap and variables.get(USER_BUFFERS_WITHOUT) != MULTICAST_OFF[USER_BUFFERS_WITHOUT]:
-        yield (
-            f"model.tp_comm_overlap=true makes user buffers with NVLink multicast, and {NO_MULTICAST}="
-            f"{MULTICAST_OFF[NO_MULTICAST]} in the environment says that this host has none; export "
-            f"{USER_BUFFERS_WITHOUT}={MULTICAST_OFF[USER_BUFFERS_WITHOUT]} for buffers without it, or use false"
-        )
-
-
 def _why_no_flash_attention(spec: RunSpec) -> str | None:
     """Why FlashAttention-4 cannot be used; None if it can."""
     platform = spec.platform
@@ -206,9 +201,8 @@ def _problems(spec: RunSpec) -> list[str]:
         *_fp8_problems(spec),
         *_layer_problems(spec),
         *_kernel_problems(spec),
-        *_multicast_problems(spec),
+        *_hardware_problems(spec),
         *_auto_problems(spec),
-        *_optimizer_problems(spec),
         *_process_problems(spec),
     ]
     return spell_out(found)
@@ -225,69 +219,77 @@ def _why_local_layers(spec: RunSpec) -> str:
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
     """Settings that need Transformer Engine's layers without having them, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
-    missing = platform.transformer_engine is None
+    missing, layers, local = platform.transformer_engine is None, "Transformer Engine layers", _why_local_layers(spec)
     if model.transformer_engine and missing:
-        yield (
-            "model.transformer_engine=true, but Transformer Engine cannot be used here: "
-            f"{platform.why_no_transformer_engine}; use null (Transformer Engine where available) or false"
-        )
+        ways = "null (Transformer Engine where available) or false"
+        yield _needs(spec, "transformer_engine", "Transformer Engine", platform.why_no_transformer_engine, ways)
     elif model.context_parallel_size > 1 and not te:
-        why = platform.why_no_transformer_engine if missing else "model.transformer_engine=false excludes it"
-        yield (
-            f"model.context_parallel_size={model.context_parallel_size} needs Transformer Engine's attention: {why}; "
-            "use 1"
-        )
+        yield _needs(spec, "context_parallel_size", "Transformer Engine's attention", local, "1")
     for key in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"):
         if getattr(model, key) and not te:
-            yield f"model.{key}=true needs Transformer Engine layers: {_why_local_layers(spec)}; use null or false"
+            yield _needs(spec, key, layers, local)
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
-        why = "experts are computed one by one" if te else _why_local_layers(spec)
-        kernel = f"model.moe_grouped_kernel={model.moe_grouped_kernel.name}"
-        yield f"{kernel} needs grouped products of Transformer Engine layers: {why}; use null"
-    if model.fused_single_qkv_rope and not platform.cuda:
-        yield "model.fused_single_qkv_rope=true is a kernel of GPUs, and there is no CUDA device; use null or false"
-    no_te = f"needs Transformer Engine layers: {platform.why_no_transformer_engine}"
+        why = "experts are computed one by one" if te else local
+        yield _needs(spec, "moe_grouped_kernel", f"grouped products of {layers}", why, "null")
     if missing and model.cuda_graph_impl is CudaGraphImpl.local:
-        yield f"model.cuda_graph_impl=local {no_te}; use null or none"
+        yield _needs(spec, "cuda_graph_impl", layers, local, "null or none")
     if missing and model.tp_comm_overlap:
-        yield f"model.tp_comm_overlap=true {no_te}; use false"
+        yield _needs(spec, "tp_comm_overlap", layers, local, "false")
     if te and spec.config.trainer.precision is Precision.fp32:
-        ways = "bf16", "model.transformer_engine=false"
-        yield refusal("trainer.precision=fp32", "Transformer Engine layers", "they multiply in TF32", *ways)
+        yield refusal(
+            "trainer.precision=fp32", layers, "they multiply in TF32", "bf16", "model.transformer_engine=false"
+        )
 
 
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
-    """Fused kernels that this machine does not have or cannot run."""
+    """Kernels that are not installed or cannot be built."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     if model.use_flash_attention and (why := _why_no_flash_attention(spec)) is not None:
-        yield f"model.use_flash_attention=true, but FlashAttention-4 cannot be used here: {why}; use null or false"
+        yield _needs(spec, "use_flash_attention", "FlashAttention-4, which cannot be used here", why)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:
             why = "Transformer Engine layers have their own attention"
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
-    if model.activation_cast_fusion and platform.cuda and not platform.is_hopper:
-        yield (
-            "model.activation_cast_fusion=true writes the layout of Hopper's products, and this is "
-            f"{platform.gpu}; use null or false"
-        )
     if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
         yield (
             "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
             "here; set gradient_accumulation_fusion=true, or use null or false"
         )
     if model.compile and platform.compiler_problem is not None:
-        why = platform.compiler_problem
-        yield f"model.compile=true needs a C++ compiler on a CPU: {why}; install g++, or use compile=false"
-    for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
+        yield _needs(
+            spec, "compile", "a C++ compiler on a CPU", platform.compiler_problem, "compile=false, or install g++"
+        )
+
+
+def _hardware_problems(spec: RunSpec) -> Iterator[str]:
+    """Kernels, types and buffers that need another GPU."""
+    model, platform = spec.model, spec.platform
+    for key in ("fused_single_qkv_rope", "bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
-            yield f"model.{key}=true is compiled for a GPU, and there is no CUDA device; use null or false"
+            yield _needs(spec, key, "a GPU", "there is no CUDA device")
     if model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
-        native = "model.cross_entropy_fusion_impl=native"
         if not platform.cuda:
-            yield f"{native} is compiled for a GPU, and there is no CUDA device; use null or linear"
+            yield _needs(spec, "cross_entropy_fusion_impl", "a GPU", "there is no CUDA device", "null or linear")
         elif spec.config.trainer.precision is Precision.fp32:
-            yield f"{native} rounds the gradient of the logits to BF16, and trainer.precision=fp32; use null or linear"
+            yield (
+                "model.cross_entropy_fusion_impl=native rounds the gradient of the logits to BF16, and "
+                "trainer.precision=fp32; use null or linear"
+            )
+    if model.activation_cast_fusion and platform.cuda and not platform.is_hopper:
+        layout = "Hopper, whose products read the layout it writes"
+        yield _needs(spec, "activation_cast_fusion", layout, f"this is {platform.gpu}")
+    stores_fp8 = model.optim.use_precision_aware_optimizer and model.optim.exp_avg_dtype is MomentDtype.fp8
+    if stores_fp8 and platform.cuda and not platform.has_fp8:
+        # Triton reads and writes E4M3 only there.
+        e4m3 = "a GPU with E4M3 (compute capability 8.9 or newer)"
+        yield _needs(spec, "optim.exp_avg_dtype", e4m3, f"this is {platform.gpu}", "fp16, bf16 or fp32")
+    variables, off = platform.multicast_variables, MULTICAST_OFF
+    has_none = variables.get(NO_MULTICAST) == off[NO_MULTICAST]
+    if model.tp_comm_overlap and has_none and variables.get(USER_BUFFERS_WITHOUT) != off[USER_BUFFERS_WITHOUT]:
+        why = f"{NO_MULTICAST}={off[NO_MULTICAST]} in the environment says that this host has none"
+        ways = f"false, or export {USER_BUFFERS_WITHOUT}={off[USER_BUFFERS_WITHOUT]} for buffers without it"
+        yield _needs(spec, "tp_comm_overlap", "NVLink multicast for its user buffers", why, ways)
 
 
 def _auto_problems(spec: RunSpec) -> Iterator[str]:
@@ -309,18 +311,6 @@ def _auto_problems(spec: RunSpec) -> Iterator[str]:
                 f"model.{key}=true {why}, and trainer.precision=auto is fp32 without a CUDA device; use "
                 f"trainer.precision=bf16, or {key.rpartition('.')[2]}=false"
             )
-
-
-def _optimizer_problems(spec: RunSpec) -> Iterator[str]:
-    optim, platform = spec.model.optim, spec.platform
-    if not optim.use_precision_aware_optimizer:
-        return
-    if platform.cuda and optim.exp_avg_dtype is MomentDtype.fp8 and not platform.has_fp8:
-        # Triton reads and writes E4M3 only there.
-        yield (
-            "model.optim.exp_avg_dtype=fp8 needs a GPU with E4M3 (compute capability 8.9 or newer), and this is "
-            f"{platform.gpu}; use fp16, bf16 or fp32"
-        )
 
 
 def _process_problems(spec: RunSpec) -> Iterator[str]:

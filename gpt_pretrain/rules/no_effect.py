@@ -73,8 +73,6 @@ class NoEffect:
     """The way out, after "use". Empty if only the command line shows that the key is wanted: leave it out."""
     silent: tuple[Any, ...] | None = None
     """Values that ask for nothing; None: null, false and empty, or no value if there is no `instead`."""
-    is_harmless: bool = False
-    """Nobody expects an effect: the plan shows the key, and no rule refuses it."""
 
     def is_asked(self, config: Config) -> bool:
         """Whether the value asks for something."""
@@ -89,55 +87,51 @@ def value_of(config: Config, key: str) -> Any:
     return reduce(getattr, key.split("."), config)
 
 
+def _if(holds: Callable[[Resolved], bool], why: str) -> Why:
+    return lambda run: why if holds(run) else ""
+
+
 def _with(key: str, value: object, because: str = "") -> Why:
     """A setting that takes away another key's effect."""
-    return lambda run: f"{key}={show(value)}{because}" if value_of(run.config, key) == value else ""
+    return _if(lambda run: value_of(run.config, key) == value, f"{key}={show(value)}{because}")
 
 
-def _unless(key: str, needed: object, because: str = "") -> Why:
-    """Any setting except the one that reads another key."""
+def _unless(key: str, *needed: object, because: str = "") -> Why:
+    """Any setting except those that read another key."""
 
     def why(run: Resolved) -> str:
         value = value_of(run.config, key)
-        return "" if value == needed else f"{key}={show(value)}{because}"
+        return "" if value in needed else f"{key}={show(value)}{because}"
 
     return why
 
 
+def _unless_data(impl: DataImpl) -> Why:
+    return _unless("model.data.data_impl", impl, because=", which does not read it")
+
+
+def _unless_schedule(*names: ScheduleName) -> Why:
+    only = one_of([name.name for name in names])
+    return _unless("model.optim.sched.name", *names, because=f": only {only} reads it")
+
+
+def _unread_by_optimizer(name: str) -> Why:
+    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
+
+
 _without_fp8 = _with("model.fp8", False)
-_with_graphs = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
-_without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
 _with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
 _without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
-_without_wandb = _with("logging.wandb", False)
+
+
+def _keeps_history(run: Resolved) -> bool:
+    return run.fp8 is not None and run.fp8.recipe.keeps_history
 
 
 def _without_history(run: Resolved) -> str:
     if run.fp8 is None or run.fp8.recipe.keeps_history:
         return ""
     return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.scales_from}"
-
-
-def _one_amax_counts(run: Resolved) -> str:
-    if run.fp8 is None or not run.fp8.recipe.keeps_history:
-        return ""
-    newest = run.fp8.amax_compute_algo is AmaxComputeAlgo.most_recent
-    return "model.fp8_amax_compute_algo=most_recent" if newest else ""
-
-
-def _one_amax_kept(run: Resolved) -> str:
-    one = run.fp8 is not None and run.fp8.recipe.keeps_history and run.fp8.amax_history_len == 1
-    return "model.fp8_amax_history_len=1" if one else ""
-
-
-def _no_interval(run: Resolved) -> str:
-    ignored = "Transformer Engine ignores it and computes new scales at every step (since 1.8)"
-    return "" if run.fp8 is None else ignored
-
-
-def _overruled(run: Resolved) -> str:
-    both = run.model.fp8_e4m3 and run.model.fp8_hybrid
-    return "model.fp8_e4m3=true, which overrules it" if both else ""
 
 
 def _no_high_precision_wgrad(run: Resolved) -> str:
@@ -151,49 +145,19 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
     )
 
 
-def _all_layers_in_fp8(run: Resolved) -> str:
-    return "" if run.fp8 is None or run.model.first_last_layers_bf16 else "model.first_last_layers_bf16=false"
-
-
 def _without_remainders(run: Resolved) -> str:
     fp16 = run.model.optim.main_params_dtype is MainParamsDtype.fp16
-    stored_whole = "model.optim.main_params_dtype=fp16, which is stored whole" if fp16 else ""
-    return _with_plain_states(run) or stored_whole
+    return _with_plain_states(run) or "model.optim.main_params_dtype=fp16, which is stored whole" * fp16
 
 
-def _unread_by_optimizer(name: str) -> Why:
-    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
-
-
-def _unless_schedule(*names: ScheduleName) -> Why:
-    def why(run: Resolved) -> str:
-        name = run.model.optim.sched.name
-        only = one_of([other.name for other in names])
-        return "" if name in names else f"model.optim.sched.name={name.name}: only {only} reads it"
-
-    return why
-
-
-def _constant_with_own_warmup(run: Resolved) -> str:
+def _has_own_warmup(run: Resolved) -> bool:
     sched = run.model.optim.sched
-    if sched.name is not ScheduleName.constant or sched.warmup_steps is None:
-        return ""
-    return "model.optim.sched.name=constant, and the warmup has steps of its own"
+    return sched.name is ScheduleName.constant and sched.warmup_steps is not None
 
 
-def _without_warmup(run: Resolved) -> str:
-    return "" if warmup_steps(run.config) else "no warmup (model.optim.sched.warmup_steps)"
-
-
-def _unless_data(impl: DataImpl) -> Why:
-    return _unless("model.data.data_impl", impl, ", which does not read it")
-
-
-def _without_saves(run: Resolved) -> str:
+def _saves_nothing(run: Resolved) -> bool:
     saves = run.config.checkpoint
-    if saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None:
-        return ""
-    return "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)"
+    return not saves.save_at_end and saves.save_interval is None and saves.save_interval_minutes is None
 
 
 def _without_sample(run: Resolved) -> str:
@@ -219,23 +183,40 @@ def _fp8_rows() -> Iterator[NoEffect]:
             turn_on = "null" if key == "model.fp8_backend" else "model.fp8=true"
             yield NoEffect(key, _without_fp8, f"{turn_on}, or leave all keys of FP8 out (fp8=none)")
     yield NoEffect("logging.fp8_proof_interval", _without_fp8)
-    yield NoEffect("logging.fp8_proof_interval", _with_graphs)
+    replayed = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
+    yield NoEffect("logging.fp8_proof_interval", replayed)
     yield NoEffect("logging.fp8_statistics_interval", _without_fp8, "model.fp8=true, or null")
     yield NoEffect("logging.fp8_saturation_threshold", _without_fp8)
     for name in DELAYED_KEYS:
         yield NoEffect(f"model.{name}", _without_history, "null, or fp8=delayed")
     # 1024 is the recipe's own length, which conf/ names; 1 says the same as most_recent (NeMo's old pair).
-    yield NoEffect(
-        "model.fp8_amax_history_len", _one_amax_counts, "null, or fp8_amax_compute_algo=max", silent=(None, 1, 1024)
+    newest = _if(
+        lambda run: _keeps_history(run) and run.model.fp8_amax_compute_algo is AmaxComputeAlgo.most_recent,
+        "model.fp8_amax_compute_algo=most_recent",
     )
-    yield NoEffect("model.fp8_amax_compute_algo", _one_amax_kept, silent=(None, AmaxComputeAlgo.most_recent))
-    yield NoEffect("model.fp8_interval", _no_interval, "1, or null", silent=(None, 1))
-    yield NoEffect("model.fp8_hybrid", _overruled, "one of the two", is_harmless=True)
+    yield NoEffect("model.fp8_amax_history_len", newest, "null, or fp8_amax_compute_algo=max", (None, 1, 1024))
+    only_one = _if(
+        lambda run: _keeps_history(run) and run.model.fp8_amax_history_len == 1, "model.fp8_amax_history_len=1"
+    )
+    yield NoEffect("model.fp8_amax_compute_algo", only_one, silent=(None, AmaxComputeAlgo.most_recent))
+    ignored = _if(
+        lambda run: run.fp8 is not None,
+        "Transformer Engine ignores it and computes new scales at every step (since 1.8)",
+    )
+    yield NoEffect("model.fp8_interval", ignored, "1, or null", silent=(None, 1))
+    # Nobody expects an effect: the plan shows the key, and no rule refuses it.
+    overruled = _if(
+        lambda run: bool(run.model.fp8_e4m3 and run.model.fp8_hybrid), "model.fp8_e4m3=true, which overrules it"
+    )
+    yield NoEffect("model.fp8_hybrid", overruled, silent=(None, False, True))
     without_wgrad = [name for name, recipe in RECIPES.items() if recipe.leaves_wgrad_out or not recipe.has_wgrad]
     ways = ["null", *(f"fp8={name} with model.fp8_emulate=true" for name in without_wgrad)]
     yield NoEffect("model.fp8_wgrad", _no_high_precision_wgrad, ", or ".join(ways), silent=(None, True))
+    all_layers = _if(
+        lambda run: run.fp8 is not None and not run.model.first_last_layers_bf16, "model.first_last_layers_bf16=false"
+    )
     for key in kept_layers[1:]:
-        yield NoEffect(key, _all_layers_in_fp8, "first_last_layers_bf16=true, or null")
+        yield NoEffect(key, all_layers, "first_last_layers_bf16=true, or null")
 
 
 def _model_rows() -> Iterator[NoEffect]:
@@ -246,9 +227,10 @@ def _model_rows() -> Iterator[NoEffect]:
     for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform")):
         instead = f"null, or activations_checkpoint_granularity=full with activations_checkpoint_{other}"
         yield NoEffect(f"model.activations_checkpoint_{name}", without_full, instead)
-    yield NoEffect("model.rope_scaling_factor", _without_rope, "null, or position_embedding_type=rope")
-    yield NoEffect("model.rotary_percentage", _without_rope)
-    yield NoEffect("model.rotary_base", _without_rope)
+    without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
+    yield NoEffect("model.rope_scaling_factor", without_rope, "null, or position_embedding_type=rope")
+    yield NoEffect("model.rotary_percentage", without_rope)
+    yield NoEffect("model.rotary_base", without_rope)
     yield NoEffect(
         "model.ddp_bucket_size",
         _with("model.overlap_grad_reduce", False),
@@ -273,8 +255,10 @@ def _optimizer_rows() -> Iterator[NoEffect]:
     yield NoEffect(f"{sched}.wsd_decay_steps", only_wsd, f"{sched}.name=wsd, or wsd_decay_steps=null")
     falling = _unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant))
     yield NoEffect(f"{sched}.min_lr", falling, f"null, or {sched}.name=cosine or linear")
-    yield NoEffect(f"{sched}.decay_steps", _constant_with_own_warmup)
-    yield NoEffect(f"{sched}.init_lr", _without_warmup)
+    own_warmup = _if(_has_own_warmup, "model.optim.sched.name=constant, and the warmup has steps of its own")
+    yield NoEffect(f"{sched}.decay_steps", own_warmup)
+    no_warmup = _if(lambda run: not warmup_steps(run.config), "no warmup (model.optim.sched.warmup_steps)")
+    yield NoEffect(f"{sched}.init_lr", no_warmup)
 
 
 def _data_rows() -> Iterator[NoEffect]:
@@ -292,9 +276,13 @@ def _data_rows() -> Iterator[NoEffect]:
 
 
 def _loop_rows() -> Iterator[NoEffect]:
+    nothing_saved = _if(
+        _saves_nothing,
+        "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)",
+    )
     for name, silent in _SAVES.items():
         instead = f"save_interval_minutes=30, or {name}={show(silent)}"
-        yield NoEffect(f"checkpoint.{name}", _without_saves, instead, (silent,))
+        yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,))
     without_validation = _with("trainer.limit_val_batches", 0)
     yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))
     yield NoEffect("trainer.validate_at_start", without_validation, silent=(False,))
@@ -302,8 +290,9 @@ def _loop_rows() -> Iterator[NoEffect]:
     yield NoEffect("sample.max_new_tokens", _without_tokenizer, silent=(0,))
     yield NoEffect("sample.prompt", _without_sample)
     yield NoEffect("sample.temperature", _without_sample)
-    yield NoEffect("logging.wandb_project", _without_wandb, silent=("",))
-    yield NoEffect("logging.wandb_entity", _without_wandb, "null, or logging=wandb")
+    without_wandb = _with("logging.wandb", False)
+    yield NoEffect("logging.wandb_project", without_wandb, silent=("",))
+    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb")
 
 
 def why_no_effect(run: Resolved, key: str) -> str:
@@ -316,7 +305,7 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
     asked: dict[tuple[str, str], list[str]] = {}
     told: set[str] = set()
     for row in _table():
-        if not row.instead or row.is_harmless or row.key in told or not row.is_asked(run.config):
+        if not row.instead or row.key in told or not row.is_asked(run.config):
             continue
         why = row.why(run)
         if why:

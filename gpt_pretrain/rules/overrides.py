@@ -11,8 +11,9 @@ from typing import Any
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Transformer
 from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
 
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import (
     UNSUPPORTED_OPTIONS,
     did_you_mean,
@@ -25,6 +26,7 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.load import section_problem
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader
 
 # Sections that training does not read, and the commands that do; the longest name counts. A file may set them, but
@@ -54,7 +56,7 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
     return [str(override.input_line) for override in overrides]
 
 
-def readers_of(path: str) -> tuple[str, ...]:
+def _readers_of(path: str) -> tuple[str, ...]:
     """The only commands that read a key; empty for a key that every run reads."""
     names = [name for name in READERS if path == name or path.startswith(f"{name}.")]
     return READERS[max(names, key=len)] if names else ()
@@ -62,7 +64,7 @@ def readers_of(path: str) -> tuple[str, ...]:
 
 def _unread_key(path: str, command: str) -> str | None:
     """The message about a key that `command` does not read; None if it does."""
-    readers = readers_of(path)
+    readers = _readers_of(path)
     if not readers or command in readers:
         return None
     own = f"{command}.{path.partition('.')[2]}"
@@ -268,3 +270,31 @@ def _as_one_value(override: Override) -> str:
     if key is not None and key.kind is str:
         return f"write \"{name}='{values}'\" for one string, or "
     return ""
+
+
+def submitted_overrides(composed: DictConfig, config: Config) -> tuple[list[str], list[str]]:
+    """The overrides of one run of a sweep as a Slurm job of its own, and why such a job cannot take them.
+
+    They name the run's directory and FP8 preset, because the job does not know the sweep.
+    """
+    lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
+    assert isinstance(lines, list)
+    keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
+    # A submitted run would refuse the keys of the comparison that submits it.
+    task = [str(line) for line, key in zip(lines, keys, strict=True) if key != "run_dir" and not _readers_of(key)]
+    overrides = [*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}"]
+    problems = []
+    assert config.run_dir is not None, "a sweep's jobs have directories of their own"
+    # The batch script takes the path literally and gives it to Hydra in single quotes.
+    if re.search(r"['\\\x00-\x1f\x7f]|\$\{", config.run_dir):
+        problems.append(
+            f"run_dir={show(config.run_dir)} has characters that a job of Slurm cannot be given (single quotes, "
+            "backslashes, ${…}); give another one with run_dir=… or hydra.sweep.dir=…"
+        )
+    problems += [
+        f"{line}: ${{hydra:…}} is of this sweep, and Slurm's job of one run does not know it; write the value"
+        for line in overrides
+        # As it was typed, or as Hydra's sweeper quotes it.
+        if re.search(r"\$\\?\{hydra\b", line)
+    ]
+    return overrides, problems
