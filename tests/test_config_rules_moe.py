@@ -302,3 +302,10 @@ def test_rule_is_told_and_what_it_offers_is_legal(rule):
 def test_router_and_rows_of_experts_ask_for_no_multiples(fp8):
     """Six experts and 300 rows each: neither is a multiple of 16."""
     assert broken_rules([MOE, f"fp8={fp8}", "model.num_moe_experts=6", "model.encoder_seq_length=80"]) == []
+
+
+def test_an_overlap_in_a_layout_of_more_ranks_than_there_are_is_refused_for_both(broken_rules):
+    """No data-parallel rank is left, whose microbatches could be counted."""
+    told = "\n".join(broken_rules(*MOE.split(), "parallelism=pp2", OVERLAP, world_size=1))
+    assert "model.pipeline_model_parallel_size=2" in told
+    assert OVERLAP in told

@@ -235,6 +235,7 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         ("llama", {"num_hidden_layers": 3}, "it lacks model.layers.2.input_layernorm.weight"),
         ("llama", {"num_hidden_layers": 1}, "has model.layers.1."),
         ("llama", {"intermediate_size": 95}, "has model.layers.0.mlp.gate_proj.weight as [96, 64] instead of [95, 64]"),
+        ("llama", {"rms_norm_eps": 0}, "model.layernorm_epsilon=0.0 is not positive"),
         ("llama", {"num_key_value_heads": 3}, "is not divisible by model.num_query_groups=3"),
         ("gpt2", {"activation_function": "relu"}, "activation_function='relu' cannot be imported"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=true cannot be imported"),

@@ -42,7 +42,7 @@ from gpt_pretrain.huggingface.tensors import Rule, differences, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.check import model_problems
+from gpt_pretrain.rules.check import model_problems, ranges
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import resolve
@@ -177,7 +177,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    if problems := list(model_problems(resolve(config), None)):
+    if problems := [*ranges(config), *model_problems(resolve(config), None)]:
         raise ConfigError(problems)
     return config
 

@@ -77,7 +77,7 @@ def positions(model: ModelConfig) -> Iterator[str]:
             )
         return
     if not 0 < model.rotary_percentage <= 1:
-        yield f"model.rotary_percentage={model.rotary_percentage} is no share of a head; use above 0 up to 1"
+        yield f"model.rotary_percentage={model.rotary_percentage} is not a fraction of a head; use above 0 up to 1"
     factor = model.rope_scaling_factor
     if factor is not None and not factor > 1:
         yield f"model.rope_scaling_factor={factor} stretches no period; use more than 1 (Llama 3.1 has 8), or null"

@@ -194,7 +194,7 @@ def parse_override(text: str) -> Override:
     except HydraException as error:
         quoted = _with_quoted_elements(text)
         if quoted is not None:
-            problem = f"{text!r} is no override: elements with characters such as = or spaces need quotes"
+            problem = f"{text!r} is not an override: elements with characters such as = or spaces need quotes"
             raise ConfigError([f"{problem}; write '{quoted}'"]) from error
         lines = str(error).split("\n")
         reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
@@ -203,7 +203,7 @@ def parse_override(text: str) -> Override:
         if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
             reason = f"unexpected {text[column]!r} at character {column + 1}"
         reason = _PARSER_ERROR.sub(r"it cannot be read at \1", reason)
-        problem = f"{text!r} is no override: {reason}; write key=value, and quote a value with special characters"
+        problem = f"{text!r} is not an override: {reason}; write key=value, and quote a value with special characters"
         raise ConfigError([f"{problem}: \"key='…'\""]) from error
     return override
 
