@@ -296,9 +296,12 @@ def test_a_manifest_of_another_version_says_which_reads_it(tmp_path, monkeypatch
         read_manifest(path)
 
 
-def test_a_directory_that_is_not_there_is_refused(tmp_path):
+def test_what_is_no_directory_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"nowhere does not exist; name the directory of a checkpoint"):
         read_manifest(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"file is not a directory; name the directory of a checkpoint"):
+        read_manifest(tmp_path / "file")
 
 
 def test_a_manifest_from_before_rewinds_is_read():

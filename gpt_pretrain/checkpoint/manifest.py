@@ -157,7 +157,8 @@ def read_manifest(path: Path) -> Manifest:
     """Reads the manifest of a checkpoint; a UserError if there is none, or it is garbled or of another version."""
     file = path / MANIFEST
     if not path.is_dir():
-        raise UserError(f"{path} does not exist; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
+        problem = "is not a directory" if path.exists() else "does not exist"
+        raise UserError(f"{path} {problem}; name the directory of a checkpoint, RUN_DIR/checkpoints/step_…")
     try:
         values = read_foreign_json(file)
     except FileNotFoundError:
