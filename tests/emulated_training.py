@@ -133,6 +133,23 @@ class Training:
         ]
 
 
+@cache
+def multiplies_fp8() -> bool:
+    """Whether PyTorch multiplies FP8 codes on this CPU.
+
+    PyTorch 2.11 asks the processor, and oneDNN also ONEDNN_MAX_CPU_ISA: where that is lowered on a processor with
+    AVX512-FP16, the product that PyTorch chooses does not exist.
+    """
+    # With ATEN_CPU_CAPABILITY lowered, too, PyTorch chooses oneDNN's only after another product in BF16.
+    torch.mm(torch.ones(64, 64).bfloat16(), torch.ones(64, 64).bfloat16())
+    codes, scale = torch.ones(16, 16).to(torch.float8_e4m3fn), torch.ones(())
+    try:
+        torch._scaled_mm(codes, codes.t(), scale, scale, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        return False
+    return True
+
+
 @contextmanager
 def emulated_training(*overrides: str, torchao: Mapping[str, bool] | None = None) -> Iterator[Training]:
     """Builds what `training.run` builds, in this one process; with an own `fp8.torchao.TorchAO` where told how."""
@@ -160,7 +177,8 @@ def build_training_of(config: Config, torchao: Mapping[str, bool] | None = None)
         layers = fp8_layers(spec)
     else:
         in_fp8 = frozenset(linear.module for linear in spec.linears if linear.precision == "fp8")
-        layers = Fp8Layers(spec.fp8, in_fp8, TorchAO(spec.fp8, **torchao))
+        emulates = torchao.get("emulate", False) or not multiplies_fp8()
+        layers = Fp8Layers(spec.fp8, in_fp8, TorchAO(spec.fp8, compiled=torchao["compiled"], emulate=emulates))
     model = build_model(spec, layers)
     optimizer = build_optimizer(model)
     model.train()

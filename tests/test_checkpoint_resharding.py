@@ -18,6 +18,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.spec.platform import detect_platform
 from tests.emulated_training import build_training_of
@@ -243,6 +244,7 @@ def test_run_goes_on_where_any_layout_saved(source, target, results):
 
 @pytest.mark.parametrize(("source", "target"), [("tp2_pp2", "single"), ("dp2.bf16", "single.bf16")])
 def test_weights_alone_come_from_any_layout(source, target, results):
+    install_cpu_device()
     path = results / source / STEP
     config = config_of(target, results)
     with process_groups(config.model, read_launch({}), detect_platform()):

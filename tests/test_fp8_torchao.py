@@ -24,7 +24,7 @@ from gpt_pretrain.spec.fp8 import resolve_fp8
 from gpt_pretrain.spec.recipes import recipes_of
 from tests import sabotages
 from tests.emulated_training import emulate as emulated
-from tests.emulated_training import emulated_training
+from tests.emulated_training import emulated_training, multiplies_fp8
 from tests.forked_runs import interpret_kernels
 from tests.fp8_gradients import MOST, SIZES, distances
 from tests.platforms import H200, spec_of
@@ -33,6 +33,7 @@ RECIPES = [recipe.name for recipe in recipes_of(Fp8Backend.torchao)]
 TOKENS, IN, OUT = 96, 144, 80
 # Recipe, and whether products are TorchAO's emulation: a CPU has no forward product with scales of rows.
 ENGINES = [("tensorwise", False), *((recipe, True) for recipe in RECIPES)]
+needs_product = pytest.mark.skipif(not multiplies_fp8(), reason="PyTorch multiplies no FP8 codes on this CPU")
 
 
 def settings_of(recipe, compose_config):
@@ -54,6 +55,7 @@ def results(layer, parameters, dtype):
 
 def compare_with_torchaos_layer(recipe, emulate, *, compiled, compose_config):
     install_cpu_device()
+    emulate = emulate or not multiplies_fp8()
     dtype = torch.bfloat16
     config = dataclasses.replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
     module = Float8Linear.from_float(torch.nn.Linear(IN, OUT, dtype=dtype), config)
@@ -99,6 +101,7 @@ def test_casts_are_the_emulated_ones(recipe, role, compose_config):
         assert torch.equal(one.amax, other.amax)
 
 
+@needs_product
 @pytest.mark.parametrize("phase", ["dgrad", "wgrad"])
 def test_scaled_products_of_rows_are_near_those_of_their_codes(phase, compose_config):
     """What PyTorch computes on a CPU with scales of rows: without fast sums, the scales are applied to the result."""
@@ -175,6 +178,7 @@ def test_gradients_of_other_roundings_are_not_near(other):
     assert max(distances("torchao_tensorwise", gradients, *QUARTER).values()) > MOST
 
 
+@needs_product
 @pytest.mark.timeout(900)
 def test_the_layers_of_a_run_compute_the_same_compiled():
     """As a run on a GPU builds them, but for what computes `torch._scaled_mm`."""
