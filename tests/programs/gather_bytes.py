@@ -18,6 +18,7 @@ def main(*overrides):
     set_environment(config)
     prepare_libraries()
     install_cpu_device()
+    from gpt_pretrain.fp8.local_layers import fp8_layers
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
     from gpt_pretrain.spec.platform import detect_platform
@@ -25,7 +26,8 @@ def main(*overrides):
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):
-        model = build_model(build_run_spec(config, launch, platform))
+        spec = build_run_spec(config, launch, platform)
+        model = build_model(spec, fp8_layers(spec))
         sizes = Counter()
         for chunk in model.chunks:
             for buffer in chunk.buffers:
