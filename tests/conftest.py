@@ -33,20 +33,32 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--share-gpu", action="store_true", help="let the ranks of a test share the first GPU")
+
+
+def pytest_configure(config):
+    if config.getoption("share_gpu"):
+        path = str(config.rootpath / "tests" / "one_gpu")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
+
+
+def pytest_collection_modifyitems(config, items):
     """Tests marked `gpu`, or `gpu(count=2)`, skip where so many GPUs or Transformer Engine are missing."""
-    num_gpus = {
-        item: max(mark.kwargs.get("count", 1) for mark in marks) for item in items if (marks := _gpu_marks(item))
-    }
-    if not num_gpus:
+    marks = {item: found for item in items if (found := list(item.iter_markers("gpu")))}
+    if not marks:
         return
     import torch
 
     there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    shared = there > 0 and config.getoption("share_gpu")
     has_te = importlib.util.find_spec("transformer_engine") is not None
-    for item, needed in num_gpus.items():
-        if there < needed:
+    for item, found in marks.items():
+        needed = max(mark.kwargs.get("count", 1) for mark in found)
+        if there < needed and not shared:
             item.add_marker(pytest.mark.skip(reason=f"needs {needed} CUDA GPU(s), and there are {there}"))
+        elif shared and any(mark.kwargs.get("peer_access") for mark in found):
+            item.add_marker(pytest.mark.skip(reason="needs GPUs that read each other's memory"))
         elif not has_te:
             item.add_marker(pytest.mark.skip(reason="needs Transformer Engine, which is not installed"))
 
@@ -55,10 +67,6 @@ def pytest_collection_finish(session):
     """What has been imported stays: a collector that looks through it again takes a third of a second each time."""
     gc.collect()
     gc.freeze()
-
-
-def _gpu_marks(item):
-    return list(item.iter_markers("gpu"))
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from tests.runs import SMALL_GPU_RUN, run_small
 RUN = (*SMALL_GPU_RUN, "parallelism=tp2_sp", "model.optim.lr=3e-4", "trainer.limit_val_batches=1")
 
 
-@pytest.mark.gpu(count=2)
+@pytest.mark.gpu(count=2, peer_access=True)
 @pytest.mark.parametrize("fp8", ["none", "tensorwise", "delayed", "delayed with FP8 weights"])
 def test_overlapped_exchanges_train_as_plain_ones_do(fp8, tmp_path, cache_dir):
     recipe, _, with_weights = fp8.partition(" ")
