@@ -275,11 +275,12 @@ def test_namesakes_are_told_apart_by_what_differs(tmp_path):
     places = [
         write_run(tmp_path / name, train_record(1), config=config(name) + f"extra: {{lr: {name}}}\n") for name in "ab"
     ]
-    logs = [tmp_path / "x" / "log.txt", tmp_path / "y" / "log.txt"]
+    logs = [tmp_path / place / "log.txt" for place in "xy"] + [tmp_path / "log 2.txt"]
     for log in logs:
-        log.parent.mkdir()
+        log.parent.mkdir(exist_ok=True)
         log.write_text(TITAN)
-    assert [run.variant for run in read_runs([*places, *map(str, logs)])] == ["bf16 lr=a", "bf16 lr=b", "log", "log 2"]
+    names = [run.variant for run in read_runs([*places, *map(str, logs)])]
+    assert names == ["bf16 lr=a", "bf16 lr=b", "log", "log 3", "log 2"]
 
 
 def test_tensorboards_files_of_our_runs(tmp_path):

@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from glob import glob
+from itertools import count
 from pathlib import Path
 
 import yaml
@@ -149,12 +150,11 @@ def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
 
 
 def _numbered(names: Sequence[str]) -> list[str]:
-    """The names, numbered where they repeat."""
-    taken: Counter[str] = Counter()
-    unique = []
+    """The names; a repeated one gets the first number that makes it unlike all others."""
+    unique: list[str] = []
     for name in names:
-        taken[name] += 1
-        unique.append(name if taken[name] == 1 else f"{name} {taken[name]}")
+        numbers = (number for number in count(2) if f"{name} {number}" not in (*names, *unique))
+        unique.append(f"{name} {next(numbers)}" if name in unique else name)
     return unique
 
 
