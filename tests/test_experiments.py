@@ -53,6 +53,8 @@ OWN_CORPUS = ("data=mmap", "model.data.data_prefix=[web_text_document]")
 # Every key that the preset's layers, layout and batches leave to their sizes and to the length of the run.
 NARROW_LLAMA = (
     "data=mock",
+    # Each would be a process that imports torch, two beside each of eight ranks.
+    "model.data.num_workers=0",
     "model.num_layers=2",
     "model.hidden_size=128",
     "model.ffn_hidden_size=256",
