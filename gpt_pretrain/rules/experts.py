@@ -17,8 +17,8 @@ from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import indivisible, refusal, refusals
-from gpt_pretrain.spec.fp8 import grouped_kernel_obstacles
-from gpt_pretrain.spec.kernels import Obstacle, permutation_obstacles
+from gpt_pretrain.spec.fp8 import Obstacle, grouped_kernel_obstacles
+from gpt_pretrain.spec.kernels import permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 

@@ -13,7 +13,7 @@ from gpt_pretrain.config.errors import one_of, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.rules.model import refusal, refusals
-from gpt_pretrain.spec.fp8 import EXPERT_LINEARS, Fp8Settings, emulation, local_layers
+from gpt_pretrain.spec.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
 from gpt_pretrain.spec.recipes import RECIPES, recipes_for, recipes_of
@@ -106,7 +106,7 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         yield from refusals(asked, _attention_obstacles(config, settings), off)
 
 
-def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[tuple[str, ...]]:
+def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
     model = config.model
     if (why := settings.recipe.why_not("fp8_dot_product_attention")) is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
@@ -134,7 +134,7 @@ def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
         yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "fp8_params=false")
 
 
-def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[tuple[str, ...]]:
+def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
     only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
         yield "model.use_distributed_optimizer=false", only, "use_distributed_optimizer=null or true"

@@ -11,7 +11,7 @@ from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, u
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.fp8 import local_layers
+from gpt_pretrain.spec.fp8 import Obstacle, local_layers
 from gpt_pretrain.spec.kernels import (
     activation_cast_obstacles,
     embedding_gradient_obstacles,
@@ -180,8 +180,8 @@ def indivisible(product: str, divisor: str, *ways: str) -> str:
     return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
 
 
-def refusals(asked: str, obstacles: Iterable[tuple[str, ...]], instead: str) -> Iterator[str]:
-    """A message for each obstacle to what was asked for: a setting, why, and possibly another way out."""
+def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
+    """A message for each obstacle to what was asked for."""
     for setting, why, *ways in obstacles:
         yield refusal(asked, setting, why, instead, *ways)
 
@@ -256,7 +256,7 @@ def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[st
         yield from refusals("model.tp_comm_overlap=true", _overlap_obstacles(run, launch), "tp_comm_overlap=false")
 
 
-def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[tuple[str, ...]]:
+def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
     model, tp = run.model, run.model.tensor_model_parallel_size
     if tp == 1 or not model.sequence_parallel:
         layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"

@@ -27,6 +27,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install, one_of, show
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import refusal, refusals
+from gpt_pretrain.spec.fp8 import Obstacle
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
@@ -255,7 +256,7 @@ def _rewinds(config: Config) -> Iterator[str]:
         yield from refusals(asked, _rewind_obstacles(config), "max_spike_rewinds=null")
 
 
-def _rewind_obstacles(config: Config) -> Iterator[tuple[str, ...]]:
+def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
     if config.trainer.spike_threshold is None:
         yield "trainer.spike_threshold=null", "no spikes are found", "spike_threshold=10"
     margin, interval, kept = config.trainer.spike_margin, config.checkpoint.save_interval, config.checkpoint.keep_last

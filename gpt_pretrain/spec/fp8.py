@@ -21,6 +21,9 @@ from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
 
+# A setting that excludes what was asked for, why, and other ways out beside doing without (`rules.model.refusals`).
+type Obstacle = tuple[str, ...]
+
 # Null means one kernel for all experts of a rank from this many on, and up to this many operations in an expert's first
 # product. Transformer Engine launches one product per expert, which took an H200's host about 65 µs; in that time the
 # GPU computes 4e10 operations. With 128 experts of 3e9 a step took 983 ms, and its kernels 368 (the shape of
@@ -142,7 +145,7 @@ def emulation(model: ModelConfig) -> str:
     return "model.fp8_emulate=true" + (f" with {' '.join(taken_back)}" if taken_back else "")
 
 
-def grouped_kernel_obstacles(model: ModelConfig) -> Iterator[tuple[str, str]]:
+def grouped_kernel_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     """Settings that exclude `model.moe_grouped_kernel=triton`, with the reasons."""
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "it takes the place of Transformer Engine's grouped product"
