@@ -134,5 +134,6 @@ def test_scheduled_garbage_collections_visit_what_is_new_alone(parent, tmp_path)
     first, *later = map(int, (tmp_path / "visited").read_text().split())
     # torch and megatron-core alone are some 400,000 objects.
     assert first > 100_000
-    assert len(later) == 2
+    # After the first step, where everything is built anyway, and after steps 2, 4 and 6.
+    assert len(later) == 3
     assert max(later) < first / 20
