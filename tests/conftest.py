@@ -26,6 +26,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
+from tests.launching import REPOSITORY, SHARE_GPU
 from tests.refusals import compose_quickly
 
 # A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP; what those start inherits it.
@@ -39,7 +40,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     if config.getoption("share_gpu"):
-        path = str(config.rootpath / "tests" / "one_gpu")
+        os.environ[SHARE_GPU] = "1"
+        path = str(REPOSITORY / "tests" / "one_gpu")
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [path, os.environ.get("PYTHONPATH")]))
 
 

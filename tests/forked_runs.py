@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
-from tests.launching import REPOSITORY, SHUTDOWN_S, clean_environment
+from tests.launching import REPOSITORY, SHARE_GPU, SHUTDOWN_S, clean_environment, on_one_gpu
 
 Fault = Sequence[Any]
 
@@ -199,7 +199,7 @@ class RunParent:
 
 
 def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
-    return {
+    place = {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_ranks),
         "LOCAL_RANK": str(rank),
@@ -209,6 +209,7 @@ def _rank_environment(rank: int, num_ranks: int, port: int) -> dict[str, str]:
         # The store is there already, as torchrun's is.
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
+    return on_one_gpu(place) if SHARE_GPU in os.environ else place
 
 
 @contextmanager

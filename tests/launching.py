@@ -9,6 +9,8 @@ from gpt_pretrain.launch.ranks import start_command, without_launcher
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 
+# Set by `pytest -m gpu --share-gpu`.
+SHARE_GPU = "TESTS_SHARE_GPU"
 # torchrun gives its ranks 30 s to end before it kills them.
 SHUTDOWN_S = 40
 
@@ -28,6 +30,20 @@ def gpu_environment(num_gpus: int) -> dict[str, str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = visible.split(",") if visible else [str(index) for index in range(num_gpus)]
     return {"CUDA_VISIBLE_DEVICES": ",".join(devices[:num_gpus])}
+
+
+def on_one_gpu(place: Mapping[str, str]) -> dict[str, str]:
+    """A rank's place as srun tells it to a task that sees a GPU of its own, for ranks that share the first GPU.
+
+    The application refuses more ranks of torchrun than there are GPUs, and NCCL 2.28 two ranks of a host on one GPU: so
+    each names a host of its own, and they exchange through sockets.
+    """
+    rank = place["RANK"]
+    task = {"SLURM_PROCID": rank, "SLURM_NTASKS": place["WORLD_SIZE"], "SLURM_LOCALID": place["LOCAL_RANK"]}
+    step = {"SLURM_JOB_ID": "0", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+    kept = {name: value for name, value in place.items() if name not in ("RANK", "WORLD_SIZE")}
+    nccl = {"NCCL_HOSTID": f"rank{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+    return {**kept, **task, **step, **nccl}
 
 
 def run_ranks(

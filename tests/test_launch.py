@@ -3,12 +3,14 @@
 import getpass
 import os
 import pwd
+from dataclasses import replace
 
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import first_host, read_launch, without_launcher
+from tests.launching import on_one_gpu
 
 NAMES = ("LOGNAME", "USER", "LNAME", "USERNAME")
 
@@ -61,6 +63,11 @@ def test_the_launcher_is_read_from_its_variables(env, expected):
     assert read_launch(alone).launcher == "none"
     assert alone["SLURM_JOB_ID"] == "77", "the job of a step is still the process's"
     assert "TORCHELASTIC_RUN_ID" not in alone
+
+
+def test_ranks_that_share_a_gpu_in_tests_have_the_places_that_torchrun_gave_them():
+    place = {**TORCHRUN, "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1"}
+    assert read_launch(on_one_gpu(place)) == replace(read_launch(place), launcher="srun")
 
 
 @pytest.mark.parametrize(
