@@ -224,7 +224,10 @@ def test_an_interrupt_of_all_processes_ends_them_with_one_traceback(loading):
     loading.run.wait(30)
     err = loading.err.read_text()
     assert err.count("Traceback (most recent call last)") == 1, err
-    assert err.rstrip().endswith("KeyboardInterrupt")
+    # A queue's thread may be between unlinking a semaphore and telling Python's tracker so when the process ends; the
+    # tracker then warns of it (Python 3.12).
+    told = [line for line in err.splitlines() if "resource_tracker" not in line]
+    assert told[-1] == "KeyboardInterrupt", err
 
 
 @pytest.mark.parametrize(
