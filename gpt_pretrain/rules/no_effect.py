@@ -121,6 +121,7 @@ def _unread_by_optimizer(name: str) -> Why:
 
 _without_fp8 = _with("model.fp8", False)
 _with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
+_with_whole_masters = _with("model.optim.main_params_dtype", MainParamsDtype.fp16, ", which is stored whole")
 _without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
 
 
@@ -146,8 +147,7 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
 
 
 def _without_remainders(run: Resolved) -> str:
-    fp16 = run.model.optim.main_params_dtype is MainParamsDtype.fp16
-    return _with_plain_states(run) or "model.optim.main_params_dtype=fp16, which is stored whole" * fp16
+    return _with_plain_states(run) or _with_whole_masters(run)
 
 
 def _has_own_warmup(run: Resolved) -> bool:
