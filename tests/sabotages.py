@@ -227,7 +227,7 @@ def record_twice(module: Any) -> None:
     module._scaling.forward.record = lambda column, amax: record(column, 2 * amax)
 
 
-def quantise_wgrad(module: Any) -> None:
+def quantize_wgrad(module: Any) -> None:
     """The weight's gradient comes from the codes."""
     module._products.settings = replace(module._products.settings, wgrad=True)
 

@@ -56,8 +56,8 @@ def fp32(value):
 
 def cast_values(values, format, scale=1.0):
     x = torch.tensor([values], dtype=torch.float32)
-    quantised = cast_tensor(x, format, torch.tensor([scale]), tensor_amax(x))
-    return quantised.codes.float()[0].tolist()
+    quantized = cast_tensor(x, format, torch.tensor([scale]), tensor_amax(x))
+    return quantized.codes.float()[0].tolist()
 
 
 @pytest.mark.parametrize(("format", "largest_code"), [("e4m3", 0x7E), ("e5m2", 0x7B)])
@@ -110,11 +110,11 @@ def test_nan_stays_nan_and_does_not_hide_the_largest_magnitude(format):
 def test_values_are_scaled_in_fp32_before_they_are_rounded(format, dtype):
     x = (torch.randn(8, 40, generator=torch.Generator().manual_seed(1)) * 5).to(dtype)
     scale = scale_from_amax(tensor_amax(x), format)
-    quantised = cast_tensor(x, format, scale, tensor_amax(x))
+    quantized = cast_tensor(x, format, scale, tensor_amax(x))
     expected = [nearest(fp32(value * scale.item()), format) for value in x.float().flatten().tolist()]
-    assert quantised.codes.float().flatten().tolist() == expected
+    assert quantized.codes.float().flatten().tolist() == expected
     inverse = fp32(1 / scale.item())
-    assert quantised.values().flatten().tolist() == [fp32(code * inverse) for code in expected]
+    assert quantized.values().flatten().tolist() == [fp32(code * inverse) for code in expected]
 
 
 @pytest.mark.parametrize(
@@ -191,17 +191,17 @@ def test_blocks_are_cast_each_by_itself_also_at_the_edges(block, shape):
     # Magnitudes that differ from place to place, so that a wrong block gives a wrong scale.
     x = torch.randn(shape, generator=generator) * torch.exp2(torch.randn(shape, generator=generator) * 4)
     x[0, 0] = 0.0
-    quantised = cast_blocks(x, "e4m3", block, power_of_two_scale)
+    quantized = cast_blocks(x, "e4m3", block, power_of_two_scale)
     (rows, columns), (height, width) = shape, block
-    assert quantised.scale.shape == (math.ceil(rows / height), math.ceil(columns / width))
-    assert quantised.codes.shape == x.shape
-    values = quantised.values()
+    assert quantized.scale.shape == (math.ceil(rows / height), math.ceil(columns / width))
+    assert quantized.codes.shape == x.shape
+    values = quantized.values()
     for i in range(0, rows, height):
         for j in range(0, columns, width):
             part = x[i : i + height, j : j + width]
             amax = max(abs(value) for value in part.flatten().tolist())
             scale = 2.0 ** math.floor(math.log2(448 / amax)) if amax else 1.0
-            assert quantised.scale[i // height, j // width] == scale
+            assert quantized.scale[i // height, j // width] == scale
             codes = torch.tensor([nearest(value * scale, "e4m3") for value in part.flatten()[:50].tolist()])
             assert torch.equal(values[i : i + height, j : j + width].flatten()[:50], codes / scale)
-    assert quantised.amax.item() == x.abs().max().item()
+    assert quantized.amax.item() == x.abs().max().item()

@@ -1,4 +1,4 @@
-"""The three products of an emulated layer against products of tensors that were quantised block by block in loops."""
+"""The three products of an emulated layer against products of tensors that were quantized block by block in loops."""
 
 import math
 from dataclasses import replace
@@ -33,7 +33,7 @@ BLOCKS = {
 }
 
 
-def quantised(x, recipe, role, format, *, sums_over_rows):
+def quantized(x, recipe, role, format, *, sums_over_rows):
     """The tensor as its codes stand for it, float64."""
     kind = Role.weight if role is Role.weight else Role.input
     height, width = BLOCKS[recipe, kind][sums_over_rows]
@@ -79,7 +79,7 @@ def error(got, expected):
     ids=["fp32-e4m3", "fp32-e5m2", "bf16-e5m2"],
 )
 @pytest.mark.parametrize("recipe", SCALES)
-def test_products_are_those_of_tensors_quantised_in_loops(recipe, gradient_format, precision, tensors, compose_config):
+def test_products_are_those_of_tensors_quantized_in_loops(recipe, gradient_format, precision, tensors, compose_config):
     settings = resolve_fp8(compose_config(f"fp8={recipe}").model)
     settings = replace(settings, gradient_format=gradient_format)
     x, weight, bias, dy = (tensor.to(precision) for tensor in tensors)
@@ -87,7 +87,7 @@ def test_products_are_those_of_tensors_quantised_in_loops(recipe, gradient_forma
 
     def operand(tensor, role, sums_over_rows):
         format = gradient_format if role is Role.output_gradient else "e4m3"
-        return quantised(tensor, recipe, role, format, sums_over_rows=sums_over_rows)
+        return quantized(tensor, recipe, role, format, sums_over_rows=sums_over_rows)
 
     expected_y = operand(x, Role.input, False) @ operand(weight, Role.weight, False).t() + bias.double()
     expected_dx = operand(dy, Role.output_gradient, False) @ operand(weight, Role.weight, True)

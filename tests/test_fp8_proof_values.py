@@ -213,7 +213,7 @@ OF_A_LAYER = {
     ),
     "no rounding of rows": (ROWWISE, FC1, sabotages.round_nothing, "result of forward"),
     "wgrad of the rounded input": (ROWWISE_GW_HP, FC1, sabotages.round_input_of_wgrad, "result of wgrad"),
-    "wgrad in FP8": (ROWWISE_GW_HP, PROJ, sabotages.quantise_wgrad, "wgrad"),
+    "wgrad in FP8": (ROWWISE_GW_HP, PROJ, sabotages.quantize_wgrad, "wgrad"),
     "no rounding": (TENSORWISE, FC1, sabotages.round_nothing, "result of forward"),
     "no rounding of the weight": (
         DELAYED,

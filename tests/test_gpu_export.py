@@ -34,7 +34,7 @@ def test_weights_of_an_fp8_run_go_out_in_bf16(recipe, fp8_params, tmp_path):
     with saved_model(tmp_path, *LLAMA, *fp8, tokenizer=small_tokenizer()) as saved:
         weight = saved.model.decoder.layers[1].mlp.linear_fc2.weight
         assert is_float8tensor(weight) == fp8_params
-        # A plain tensor's dequantize() is for torch's own quantised types.
+        # A plain tensor's dequantize() is for torch's own quantized types.
         values = (weight.dequantize() if fp8_params else weight).detach().to(torch.bfloat16).cpu()
     assert export_main([f"checkpoint={saved.path}", f"out={tmp_path / 'hf'}"]) == 0
     exported = load_file(tmp_path / "hf" / "model.safetensors")["model.layers.1.mlp.down_proj.weight"]

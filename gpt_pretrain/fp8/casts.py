@@ -166,8 +166,8 @@ def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
     features, each rank's part has its own scale in both.
     """
     format, amax = role_format(settings, role), tensor_amax(x)
-    quantised = cast_tensor(x, format, scale_from_amax(amax, format), amax)
-    return Directions(quantised, quantised)
+    quantized = cast_tensor(x, format, scale_from_amax(amax, format), amax)
+    return Directions(quantized, quantized)
 
 
 def _block_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
@@ -178,8 +178,8 @@ def _block_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Direct
     """
     format = role_format(settings, role)
     if role is Role.weight:
-        quantised = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
-        return Directions(quantised, quantised)
+        quantized = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
+        return Directions(quantized, quantized)
     return _cast_both_ways(x, format, _BLOCK, power_of_two_scale)
 
 
@@ -201,8 +201,8 @@ def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
         return Quantized(format=format, codes=codes, scale=scale, amax=whole, block=block)
 
     if recipe.scales_tensors:
-        quantised = cast(None)
-        return Directions(quantised, quantised)
+        quantized = cast(None)
+        return Directions(quantized, quantized)
     is_whole = recipe.scales_dgrad_weight_whole and role is Role.weight
     return Directions(along_rows=cast(1), along_columns=cast(None if is_whole else 0))
 

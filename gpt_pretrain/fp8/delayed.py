@@ -167,8 +167,8 @@ class LayerScaling:
             self.ends_backward = is_recomputed or is_first
         if not is_recomputed:
             scaling.record(column, amax)
-        quantised = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
-        return Directions(quantised, quantised)
+        quantized = cast_tensor(x, role_format(self._all.settings, role), scale, amax)
+        return Directions(quantized, quantized)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Copies under the names of TE's extra state."""

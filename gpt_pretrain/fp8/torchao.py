@@ -94,10 +94,10 @@ class TorchAO:
     ) -> torch.Tensor:
         """One of the three products; see `linear_products.Multiply`."""
         operands: list[_Operand] = []
-        for role, quantised in zip(OPERANDS[phase], (first, second), strict=True):
+        for role, quantized in zip(OPERANDS[phase], (first, second), strict=True):
             along_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
-            axis = None if quantised.block is None else -1 if along_rows else 0
-            operands.append((quantised.codes, quantised.scale, axis, _ROLES[role]))
+            axis = None if quantized.block is None else -1 if along_rows else 0
+            operands.append((quantized.codes, quantized.scale, axis, _ROLES[role]))
         y = self._multiply(phase, operands[0], operands[1], dtype, self._gemms)
         return y if bias is None else y + bias
 
