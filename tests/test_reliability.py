@@ -42,4 +42,4 @@ def test_the_keys_and_numbers_that_it_names_are_those_of_the_program():
     assert {"trainer.hang_timeout", "checkpoint.fall_back"} <= named <= configuration_keys()
     assert f"The ranks end with code {EXIT_CODE}" in words
     assert (STEP_FACTOR, f"Once {LEARNING_STEPS} steps are done" in words) == (10, True)
-    assert f"ten times the longest one so far, though never less than {STEP_FLOOR_S:.0f} s" in words
+    assert f"ten times the longest one after the first, though never less than {STEP_FLOOR_S:.0f} s" in words

@@ -13,7 +13,7 @@ import pytest
 
 from gpt_pretrain.commands.door import ALONE
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.training.watchdog import EXIT_CODE, Watchdog
+from gpt_pretrain.training.watchdog import EXIT_CODE, STEP_FACTOR, Watchdog
 from tests.runs import small_run_arguments
 
 SIGKILL = -9
@@ -105,6 +105,14 @@ def test_a_killed_rank_ends_the_others_with_their_stacks(rank, env, start, tmp_p
     assert "gpt_pretrain/__main__.py" in text
 
 
+def test_a_rank_that_crashes_leaves_its_own_stack(start, tmp_path):
+    run = start(num_ranks=2, faults={1: ["abort_at_step", 3]}, times="end_soon")
+    assert run.wait(WAIT_S) == [EXIT_CODE, -signal.SIGABRT], run.text()
+    text = stacks(tmp_path, 1)
+    assert "Fatal Python error: Aborted" in text
+    assert "in abort" in text
+
+
 def test_an_error_is_told_with_the_death_of_another_rank(start, tmp_path):
     dying = str(tmp_path / "dying")
     faults = {0: ["fail_at_step", 3, dying], 1: ["die_at_step", 3, dying]}
@@ -118,8 +126,9 @@ def test_an_error_is_told_with_the_death_of_another_rank(start, tmp_path):
 def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(start, tmp_path):
     # Side by side: a run waits for its watchdog most of the time.
     folders = [tmp_path / str(rank) for rank in (0, 1)]
+    first_step_s = 5
     runs = [
-        start(num_ranks=2, faults={rank: ["sleep_at_step", LEARNT]}, folder=folder)
+        start(num_ranks=2, faults={rank: ["sleep_at_step", LEARNT, first_step_s]}, folder=folder)
         for rank, folder in enumerate(folders)
     ]
     for rank, (run, folder) in enumerate(zip(runs, folders, strict=True)):
@@ -127,9 +136,10 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(s
         assert "in hang_in_python" in stacks(folder, rank)
         assert "in hang_in_python" not in stacks(folder, 1 - rank)
         for each in (0, 1):
-            # Five seconds, or ten times the longest step where that is more.
-            told = rf"has made no progress for \d+ s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
-            assert re.search(told, stacks(folder, each))
+            # Five seconds, or ten times the longest step after the first where that is more.
+            told = rf"has made no progress for (\d+) s in step {LEARNT} \(trainer\.hang_timeout=1800\)"
+            limit_s = int(re.search(told, stacks(folder, each))[1])
+            assert limit_s < STEP_FACTOR * first_step_s
             assert "gpt_pretrain/training/trainer.py" in stacks(folder, each)
             assert f"rank_{each}.txt" not in run.text(), "the terminal names the folder, not each file"
         assert run.text().count("in hang_in_python") == 1

@@ -347,7 +347,8 @@ class TrainerConfig:
     hang_timeout: float | None
     """Seconds without progress after which a rank counts as hung and the run ends on all ranks with stack traces and
     exit code 71. A save or the building of an index must fit. After a few steps, a step is allowed less: 10 times the
-    longest so far, but at least 40 s. A rank that dies ends the run likewise. null: no watchdog, for a debugger."""
+    longest after the first, but at least 40 s. A rank that dies ends the run likewise. null: no watchdog, for a
+    debugger."""
     gc_interval: int
     """Steps between garbage collections, which run at the same step on all ranks; 0: leave them to Python."""
     deterministic: bool

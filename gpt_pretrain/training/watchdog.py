@@ -39,7 +39,7 @@ from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
 TICK_S = 1.0
-# A step counts as hung after this many times the longest one so far, but not before so many seconds …
+# A step counts as hung after this many times the longest one after the first, but not before so many seconds …
 STEP_FACTOR = 10
 STEP_FLOOR_S = 40.0
 # … once this many steps have shown how long one takes.
@@ -269,6 +269,10 @@ class Watchdog:
                 f"{problem}. Make run_dir writable on every node, or use trainer.hang_timeout=null"
             ) from error
         faulthandler.register(STACKS_SIGNAL, file=self._file)
+        # PYTHONFAULTHANDLER=1 sends the stacks of a crash to the terminal instead.
+        self._reports_crashes = not faulthandler.is_enabled()
+        if self._reports_crashes:
+            faulthandler.enable(file=self._file)
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -299,6 +303,8 @@ class Watchdog:
                 self._end(why)
         self._peers.leave(None if error is None else f"{type(error).__name__}: {error}")
         faulthandler.unregister(STACKS_SIGNAL)
+        if self._reports_crashes:
+            faulthandler.disable()
         with suppress(OSError):
             self._file.close()
         # Somebody may have removed them. The last rank removes the directory.
@@ -325,7 +331,9 @@ class Watchdog:
     def _begin(self, mark: _Mark) -> None:
         ended, self._mark = self._mark, mark
         if ended.is_step:
-            self._longest_step_s = max(self._longest_step_s, mark.at - ended.at)
+            # The first one, which loads kernels and proves FP8, shows nothing of the others.
+            if self._num_steps > 0:
+                self._longest_step_s = max(self._longest_step_s, mark.at - ended.at)
             self._num_steps += 1
 
     def _limit_s(self, mark: _Mark) -> float:

@@ -72,11 +72,24 @@ def die_at_step(number, noted=None):
     _at_step(number, die)
 
 
-def sleep_at_step(number):
+def abort_at_step(number):
+    """As C++ does for an exception that nobody catches."""
+
+    def abort():
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        os.abort()
+
+    _at_step(number, abort)
+
+
+def sleep_at_step(number, first_step_s=0):
+    """The first step takes `first_step_s` longer."""
+
     def hang_in_python():
         while True:
             time.sleep(3600)
 
+    _at_step(1, lambda: time.sleep(first_step_s))
     _at_step(number, hang_in_python)
 
 
