@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 
 from gpt_pretrain.compare.document import Format
-from gpt_pretrain.compare.series import Point, Series, check_size
+from gpt_pretrain.compare.series import Point, Series
 from gpt_pretrain.config.errors import UserError
 
 # No code prints longer lines; a pattern may take quadratic time.
@@ -213,7 +213,6 @@ def _lines(path: Path) -> Iterator[str]:
 
 def read_console_log(path: Path) -> Series | None:
     """Reads what a code printed; None if no line is known, `UserError` if one is damaged."""
-    check_size(path)
     starts = {name: start for name, (start, *_) in _CODES.items()}
     format_ = next((name for line in _lines(path) for name, start in starts.items() if start.search(line)), None)
     if format_ is None:

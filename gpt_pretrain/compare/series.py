@@ -227,12 +227,11 @@ def check_size(path: Path) -> None:
     """Raises `UserError` for what cannot be read, is too large, or is no file: reading a pipe would block."""
     try:
         status = path.stat()
-        if stat.S_ISREG(status.st_mode):
-            path.open("rb").close()
+        if not stat.S_ISREG(status.st_mode):
+            raise UserError(f"{path} cannot be read: it is not a regular file; write it to one")
+        path.open("rb").close()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error
-    if not stat.S_ISREG(status.st_mode):
-        raise UserError(f"{path} cannot be read: it is not a regular file; write it to one")
     if status.st_size > MAX_BYTES:
         size, most = format_bytes(status.st_size), format_bytes(MAX_BYTES)
         raise UserError(f"{path} has {size}; at most {most} are read, so cut it")

@@ -171,7 +171,6 @@ def read_table(path: Path) -> list[Series]:
 
     Raises `UserError` if a row is damaged or no column is a loss.
     """
-    check_size(path)
     with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
         reader = csv.reader(file)
         # A quoted cell may span several lines.
