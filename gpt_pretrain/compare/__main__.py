@@ -35,21 +35,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
 from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.document import Comparison, save_comparison
+from gpt_pretrain.compare.page import table_of_variants, write_page
+from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import is_known
-from gpt_pretrain.config.schema import GateConfig
+from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.environment import REQUEUE
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
+from gpt_pretrain.report.columns import format_share
+from gpt_pretrain.report.console import console_of_width
 
+# These load Hydra, as training does; reading finished runs does without.
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.config.schema import Config
-    from gpt_pretrain.launch.ranks import Launch
     from gpt_pretrain.rules.gate import Job
 
 FAILED, GATE_MISSED = 1, 4
@@ -78,8 +84,6 @@ class FinishedRuns:
 
 def compare_finished(arguments: FinishedRuns, command: str) -> int:
     """Reads runs and compares them; returns the exit code."""
-    from gpt_pretrain.compare.sources import read_runs
-
     problems = [*gate_problems(arguments.compare)]
     if not arguments.runs:
         problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
@@ -91,11 +95,9 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
     return _publish(comparison, make_directory(arguments.run_dir, "compare"))
 
 
-def train_and_compare(request: "Request", config: "Config", command: str) -> int:
+def train_and_compare(request: "Request", config: Config, command: str) -> int:
     """Trains the variants and compares what is finished; returns the exit code."""
-    from gpt_pretrain.compare.sources import read_run_dir
     from gpt_pretrain.compare.training import train_variants
-    from gpt_pretrain.report.console import console_of_width
 
     check_run_dir(config, "a comparison")
     run_dir = make_run_dir(config)
@@ -118,22 +120,14 @@ def train_and_compare(request: "Request", config: "Config", command: str) -> int
 
 def _publish(comparison: Comparison, directory: Path) -> int:
     """Prints and writes a comparison; returns 0, or 4 if the gate is missed."""
-    from gpt_pretrain.compare.page import write_page
-    from gpt_pretrain.report.console import console_of_width
-
     print_comparison(comparison, console_of_width(_WIDTH))
     for write in (save_comparison, write_page):
         sys.stdout.write(f"written: {write(comparison, directory)}\n")
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 
-def print_comparison(comparison: Comparison, console: "Console") -> None:
+def print_comparison(comparison: Comparison, console: Console) -> None:
     """Prints a comparison: what cannot be compared, the table, the verdicts, the gate."""
-    from rich.table import Table
-    from rich.text import Text
-
-    from gpt_pretrain.compare.page import table_of_variants
-    from gpt_pretrain.report.columns import format_share
 
     def say(line: str, style: str) -> None:
         # As text: the names of logs and variants may look like rich's markup.
@@ -190,10 +184,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_with_arguments(__doc__, FinishedRuns, lambda each: compare_finished(each, command), given)
     from gpt_pretrain.compare.planned import compare_problems
 
-    def train(request: "Request", jobs: "Sequence[Job]", launch: "Launch") -> int:
+    def train(request: "Request", jobs: "Sequence[Job]", launch: Launch) -> int:
         return train_and_compare(request, jobs[0].config, command)
 
-    def refuse(request: "Request", launch: "Launch") -> None:
+    def refuse(request: "Request", launch: Launch) -> None:
         refuse_launcher_and_sweep(request, launch, "a comparison", "compare.variants")
         _refuse_runs_without_key(request.overrides, request.loader.groups())
 
