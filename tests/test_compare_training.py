@@ -91,8 +91,10 @@ def test_one_seed_is_joined_by_the_baseline_with_other_microbatches(tmp_path, si
 
 
 def test_variants_whose_names_look_alike_have_directories_of_their_own(tmp_path):
-    runs = planned(tmp_path, variants("model.optim.lr=1e-3", "model.optim.lr=1e+3"), "compare.seeds=2")
-    assert len(set(places(runs))) == 4
+    # Their first 60 characters are the same.
+    long = "model.optim.lr=0.001 model.optim.weight_decay=0.1 model.optim.sched.min_lr=0.0000"
+    runs = planned(tmp_path, variants(*(f"{long}{digit}" for digit in (1, 2, 3))), "compare.seeds=2")
+    assert len(set(places(runs))) == 6
 
 
 def test_statistics_of_fp8_that_the_command_line_asks_for_are_for_fp8(tmp_path):

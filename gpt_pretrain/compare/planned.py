@@ -24,6 +24,7 @@ from gpt_pretrain.benchmark.variants import (
 from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.document import Role
+from gpt_pretrain.compare.sources import numbered
 from gpt_pretrain.config.derived import data_parallel_size
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import flatten
@@ -110,10 +111,7 @@ def plan_runs(
     incomparable = [problem for variant in variants for problem in _obstacles(variant, configs, variants[0])]
     if incomparable:
         raise ConfigError(incomparable)
-    folders: dict[Variant, str] = {}
-    for variant in variants:
-        name, taken = variant.file_name, [*folders.values()]
-        folders[variant] = f"{name}_{taken.count(name) + 1}" if name in taken else name
+    folders = dict(zip(variants, numbered([variant.file_name for variant in variants], "_"), strict=True))
 
     def plan(variant: Variant, seed: int, micro_batch_size: int | None = None) -> PlannedRun:
         whole = configs[variant]

@@ -146,15 +146,15 @@ def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
         # The runs of a comparison have names and roles, too.
         given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
-    return [replace(run, name=name) for run, name in zip(named, _numbered([run.name for run in named]), strict=True)]
+    return [replace(run, name=name) for run, name in zip(named, numbered([run.name for run in named]), strict=True)]
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """The names; a repeated one gets the first number that makes it unlike all others."""
+def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
+    """The names; a repeated one gets, after the joint, the first number that makes it unlike all others."""
     unique: list[str] = []
     for name in names:
-        numbers = (number for number in count(2) if f"{name} {number}" not in (*names, *unique))
-        unique.append(f"{name} {next(numbers)}" if name in unique else name)
+        numbers = (number for number in count(2) if f"{name}{joint}{number}" not in (*names, *unique))
+        unique.append(f"{name}{joint}{next(numbers)}" if name in unique else name)
     return unique
 
 
@@ -167,7 +167,7 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
         own = variant_settings(run)
         differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
-    return _numbered(names)
+    return numbered(names)
 
 
 def _plain_name(run: RunRecord) -> str:
