@@ -61,10 +61,9 @@ class MetricsFile:
 
     def close(self) -> None:
         """Waits until the disk has the records and closes the file."""
-        if not self._file.closed:
-            with named(self.path):
-                os.fsync(self._file.fileno())
-                self._file.close()
+        with named(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
 
 
 def _mend_last_line(path: Path) -> None:
@@ -259,9 +258,7 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run, continued under the same id after a resume; raises `UserError` without wandb."""
 
-    def __init__(
-        self, run_dir: Path, logging: LoggingConfig, run_name: str, config: Mapping[str, object] | None
-    ) -> None:
+    def __init__(self, run_dir: Path, logging: LoggingConfig, run_name: str, config: dict[str, object] | None) -> None:
         try:
             import wandb
         except ImportError:
@@ -279,7 +276,7 @@ class WandbSink:
             id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=str(run_dir),
-            config=None if config is None else dict(config),
+            config=config,
         )
         # W&B's own step can only rise, but a resumed run goes back: our step is a metric and the x axis.
         self._run.define_metric("step")
@@ -306,17 +303,15 @@ class MetricsSinks:
 
     def __init__(
         self,
-        run_dir: str | Path,
+        run_dir: Path,
         logging: LoggingConfig,
         run_name: str,
         *,
         start_step: int,
-        config: Mapping[str, object] | None = None,
+        config: dict[str, object] | None = None,
         command: str | None = None,
         versions: str | None = None,
     ) -> None:
-        run_dir = Path(run_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
         # The summary needs all earlier records; after training it would be too late to find them damaged.
         if metrics_path(run_dir).exists():
             load_metrics(run_dir)
