@@ -394,12 +394,12 @@ def test_a_run_without_records_has_a_summary_without_a_curve():
 @pytest.mark.parametrize("width", [40, 76, 116])
 def test_the_curve_fits_its_width_and_falls(width):
     metrics = history()
-    rows = draw_loss_chart(metrics.train, metrics.validation, width=width, height=12).splitlines()
+    rows = draw_loss_chart(metrics.train, metrics.validation, width=width).splitlines()
 
-    assert len(rows) == 12
+    assert len(rows) == 14
     assert max(len(row) for row in rows) <= width
     assert sum("●" in row for row in rows) == 1
-    dots = [[index for index, char in enumerate(row) if "\u2801" <= char <= "\u28ff"] for row in rows[:10]]
+    dots = [[index for index, char in enumerate(row) if "\u2801" <= char <= "\u28ff"] for row in rows[:12]]
     left_to_right = [min(row) for row in dots if row]
     assert left_to_right == sorted(left_to_right), "a falling loss is further right on every lower row"
     assert re.search(r"10 +.*300$", rows[-1])
@@ -413,7 +413,7 @@ def test_the_axis_covers_a_validation_before_the_first_record():
 
 def test_the_curve_of_a_million_steps_is_drawn_from_means():
     noisy = [replace(RECORD, step=k, loss=4.0 + (k % 2)) for k in range(1, 24_001)]
-    rows = draw_loss_chart(noisy, [], width=60, height=10).splitlines()
+    rows = draw_loss_chart(noisy, [], width=60).splitlines()
 
     assert sum(any("\u2801" <= char <= "\u28ff" for char in row) for row in rows) == 1, "the mean is flat"
 

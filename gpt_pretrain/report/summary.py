@@ -30,6 +30,7 @@ _END_REASONS: dict[EndReason, str] = {
 }
 # Columns of a panel's frame.
 _FRAME = 4
+_CHART_HEIGHT = 14
 
 type Point = tuple[float, float]
 
@@ -163,9 +164,7 @@ def _colored(chart: str) -> Text:
     return text
 
 
-def draw_loss_chart(
-    train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int, height: int = 14
-) -> str | None:
+def draw_loss_chart(train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int) -> str | None:
     """Draws loss over steps in lines of at most `width` columns; None with fewer than two finite training losses."""
     line = [(record.step, record.loss) for record in train if math.isfinite(record.loss)]
     points = [(record.step, record.loss) for record in validation if math.isfinite(record.loss)]
@@ -179,7 +178,7 @@ def draw_loss_chart(
     figure = plotext.figure
     figure.clear()
     figure.theme("colorless")
-    figure.plot_size(width, height)
+    figure.plot_size(width, _CHART_HEIGHT)
     for side_axis in ("x", "y"):
         figure.axes(False, axis=side_axis, side=1)
     # A braille character is two dots wide: with more points, noise would become a band.
