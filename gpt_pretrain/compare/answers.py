@@ -216,10 +216,15 @@ def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
     ratio, loss = times[-1].speedup, times[-1].loss
     # With several seeds, the level is the highest of their final losses.
     what = f"{baseline}'s final loss, {loss:.4g}," if loss <= 1.001 * final_loss else f"a loss of {loss:.4g}"
-    spread = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
     if ratio.value >= 1:
-        return f"reaches {what} {ratio.value:.2f}×{spread} sooner"
+        return f"reaches {what} {format_speedup(ratio)} sooner"
     return f"needs {1 / ratio.value:.2f}× the time to reach {what.rstrip(',')}"
+
+
+def format_speedup(ratio: Interval) -> str:
+    """A ratio of times with its interval, if known: 1.25× (1.20 to 1.30)."""
+    ends = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
+    return f"{ratio.value:.2f}×{ends}"
 
 
 def _mean(values: Sequence[float | None]) -> float | None:

@@ -16,6 +16,7 @@ from html import escape
 from importlib.resources import files
 from pathlib import Path
 
+from gpt_pretrain.compare.answers import format_speedup
 from gpt_pretrain.compare.document import (
     FILE_NAME,
     Answer,
@@ -124,14 +125,13 @@ def _observed(comparison: Comparison) -> list[RunRecord]:
 def heat_map(run: RunRecord) -> dict[str, object]:
     """FP8 statistics by kind of tensor, layer and step; null for a step without them."""
     records = [record for record in run.fp8 if record.tensors]
-    by_place: dict[tuple[str, str], list[Fp8Tensor | None]] = {}
+    by_kind: dict[str, dict[str, list[Fp8Tensor | None]]] = {}
     for index, record in enumerate(records):
         for tensor in record.tensors:
-            by_place.setdefault((tensor.tensor, tensor.layer), [None] * len(records))[index] = tensor
-    tensors = {}
-    for kind in dict.fromkeys(kind for kind, _ in by_place):
-        rows = {layer: row for (other, layer), row in by_place.items() if other == kind}
-        tensors[kind] = {
+            rows = by_kind.setdefault(tensor.tensor, {})
+            rows.setdefault(tensor.layer, [None] * len(records))[index] = tensor
+    tensors = {
+        kind: {
             "layers": list(rows),
             **{
                 quantity: [
@@ -141,6 +141,8 @@ def heat_map(run: RunRecord) -> dict[str, object]:
                 for quantity in _QUANTITIES
             },
         }
+        for kind, rows in by_kind.items()
+    }
     return {"name": run.name, "steps": [record.step for record in records], "tensors": tensors}
 
 
@@ -192,7 +194,6 @@ def _tables(comparison: Comparison) -> Iterator[str]:
 
 
 def _plots(comparison: Comparison) -> Iterator[str]:
-    has_validation = any(run.validation.steps for run in comparison.runs)
     yield "<h2>Loss</h2>\n"
     yield (
         '<div class="tools"><label>over <select id="axis"><option value="steps">steps</option>'
@@ -203,7 +204,7 @@ def _plots(comparison: Comparison) -> Iterator[str]:
     yield _figure(
         "training", "Training loss of each run. A click on a variant hides it; a drag zooms, a double click resets."
     )
-    if has_validation:
+    if any(run.validation.steps for run in comparison.runs):
         yield _figure("validation", "Validation loss.")
     if any(answer.gap_curve.steps for answer in comparison.answers):
         yield "<h2>Loss gap along the way</h2>\n"
@@ -285,7 +286,7 @@ def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
     yield str(figures.num_runs)
     yield format_loss(figures.last_loss)
     yield UNKNOWN if answer is None or answer.loss_gap is None else _gap(answer.loss_gap)
-    yield UNKNOWN if answer is None or answer.speedup is None else _speedup(answer.speedup)
+    yield UNKNOWN if answer is None or answer.speedup is None else format_speedup(answer.speedup)
     yield format_count(figures.tokens_per_s_per_gpu) + ("" if ratio is None else f" ({ratio:.2f}×)")
     yield format_gib(figures.memory_gib)
     yield UNKNOWN if figures.skipped_steps is None else str(figures.skipped_steps)
@@ -295,8 +296,3 @@ def _cells(figures: Figures, answer: Answer | None) -> Iterator[str]:
 def _gap(gap: Interval) -> str:
     width = "" if gap.low is None or gap.high is None else f" ±{50 * (gap.high - gap.low):.2f}%"
     return f"{100 * gap.value:+.2f}%{width}"
-
-
-def _speedup(ratio: Interval) -> str:
-    ends = "" if ratio.low is None or ratio.high is None else f" ({ratio.low:.2f} to {ratio.high:.2f})"
-    return f"{ratio.value:.2f}×{ends}"
