@@ -79,7 +79,7 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
         return [run for run in runs if run.variant == variant and run.role == role]
 
     allowed = ALLOWED_GAP if gate is None or gate.max_loss_gap is None else gate.max_loss_gap
-    obstacles = find_obstacles(runs, runs[0])
+    obstacles = find_obstacles(runs)
     found = {
         variant: [each for each in obstacles if each.run in {run.name for run in of(variant)}] for variant in variants
     }

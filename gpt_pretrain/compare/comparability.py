@@ -70,9 +70,9 @@ def variant_settings(run: RunRecord) -> dict[str, str]:
     return {key: value for key, value in _settings_of(run).items() if key not in (SEED, MICROBATCH)}
 
 
-def find_obstacles(runs: Sequence[RunRecord], baseline: RunRecord) -> list[Obstacle]:
-    """What forbids comparing runs with the baseline."""
-    all_settings = _settings_of(baseline)
+def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
+    """What forbids comparing runs with the first of them, the baseline."""
+    all_settings = _settings_of(runs[0])
     known = {key: all_settings[key] for keys in IDENTITY.values() for key in keys if key in all_settings}
     return [
         Obstacle(run=run.name, key=key, baseline_value=known[key], value=value)

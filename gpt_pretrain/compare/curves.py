@@ -158,13 +158,12 @@ class Pair:
         gaps = [relative(self.gap_at(x)) for x in where]
         run = self.theirs[0].run.training
         steps = [round(interpolate(self.theirs[0].positions, run.steps, x)) for x in where]
-        known = gaps[0].low is not None
         return GapCurve(
             steps=tuple(steps),
             tokens=tuple(round(x) for x in where) if self.theirs[0].positions is run.tokens else (),
             gaps=tuple(gap.value for gap in gaps),
-            lows=tuple(gap.low for gap in gaps if gap.low is not None) if known else (),
-            highs=tuple(gap.high for gap in gaps if gap.high is not None) if known else (),
+            lows=tuple(gap.low for gap in gaps if gap.low is not None),
+            highs=tuple(gap.high for gap in gaps if gap.high is not None),
         )
 
     def times(self) -> list[TimeToLoss]:
@@ -193,7 +192,7 @@ class Pair:
         beside = [known for side in self.beside if (known := times(side)) is not None]
         estimate = difference(theirs, ours, paired=self.paired, beside=beside)
         if self.noise is not None:
-            estimate = replace(estimate, half_width=self._noise_of_time(level, grid))
+            estimate = replace(estimate, half_width=self._noise_of_time(self.noise, level, grid))
         return TimeToLoss(
             loss=level,
             baseline_gpu_s=math.exp(fmean(theirs)),
@@ -201,16 +200,15 @@ class Pair:
             speedup=ratio(estimate),
         )
 
-    def _noise_of_time(self, level: float, grid: Sequence[float]) -> float | None:
+    def _noise_of_time(self, noise: float, level: float, grid: Sequence[float]) -> float | None:
         """The loss's noise as noise of the time: how much later a run reaches a loss that is lower by the noise."""
         curve = self.theirs[0]
         x = curve.smoothed.first_at(level, grid)
-        assert self.noise is not None
         assert x is not None
         before = max(self.start, x - 0.2 * (self.end - self.start))
         fall = math.log(curve.smoothed.at(before) / curve.smoothed.at(x))
         later = math.log(curve.gpu_seconds_at(x) / curve.gpu_seconds_at(before))
-        return self.noise * later / fall if fall > 0 else None
+        return noise * later / fall if fall > 0 else None
 
 
 def relative(gap: Estimate) -> Interval:

@@ -26,7 +26,7 @@ from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.document import Role
 from gpt_pretrain.compare.sources import numbered
 from gpt_pretrain.config.derived import data_parallel_size
-from gpt_pretrain.config.errors import ConfigError, UserError, show
+from gpt_pretrain.config.errors import ConfigError, UserError, divisors, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config
@@ -164,7 +164,7 @@ def _other_micro_batch_size(config: Config, world_size: int) -> int | None:
     """The largest proper divisor of the microbatch size; for single samples 2, or None if 2 does not fit."""
     size = config.model.micro_batch_size
     if size > 1:
-        return max(divisor for divisor in range(1, size) if size % divisor == 0)
+        return divisors(size)[-2]
     samples = config.model.global_batch_size // data_parallel_size(config.model, world_size)
     return 2 if samples % 2 == 0 else None
 

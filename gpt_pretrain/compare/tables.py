@@ -64,7 +64,7 @@ def _column(columns: Columns, what: str) -> dict[int, float]:
     return next((by_lower[name.lower()] for name in _NAMES[what] if name.lower() in by_lower), {})
 
 
-def _series(columns: Columns, source: Path, format_: Format, label: str = "") -> Series | None:
+def _series(columns: Columns, source: Path, format_: Format, label: str) -> Series | None:
     """A run from its columns; None without a loss."""
     losses = _column(columns, "loss")
     if not losses:
