@@ -21,10 +21,10 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     RewindRecord,
-    TrainRecord,
     ValidationRecord,
 )
 from gpt_pretrain.report.summary import build_summary
+from tests.test_compare_logs import train_record
 
 
 def logging_config(*, tensorboard=True, wandb=False):
@@ -40,26 +40,6 @@ def logging_config(*, tensorboard=True, wandb=False):
     )
 
 
-def train(step, loss):
-    return TrainRecord(
-        step=step,
-        consumed_samples=step,
-        consumed_tokens=8 * step,
-        loss=loss,
-        lr=3e-4,
-        grad_norm=None,
-        skipped_steps=0,
-        step_time_s=1.0,
-        tokens_per_s=8.0,
-        tokens_per_s_per_gpu=8.0,
-        tflops_per_gpu=None,
-        mfu=None,
-        memory_gib=None,
-        eta_s=None,
-        time_unix=0.0,
-    )
-
-
 def run(run_dir, start_step, losses, **choices):
     if (run_dir / "tensorboard").exists():
         # TensorBoard reads a directory's files in the order of their names: second, process, number in the process as
@@ -67,7 +47,7 @@ def run(run_dir, start_step, losses, **choices):
         time.sleep(1 - time.time() % 1)
     with MetricsSinks(run_dir, logging_config(**choices), "test", start_step=start_step) as sinks:
         for step, loss in losses.items():
-            sinks.write(train(step, loss))
+            sinks.write(train_record(step, loss))
         last = max(losses)
         sinks.write(ValidationRecord(step=last, loss=1.5, perplexity=4.5, num_samples=8, time_s=0.1))
         sinks.write(
@@ -159,11 +139,11 @@ def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
     went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1, "warnings": ()}
     with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
         for step, loss in ((10, 4.0), (15, 3.5), (20, 3.0)):
-            sinks.write(train(step, loss))
+            sinks.write(train_record(step, loss))
         sinks.write(RewindRecord(step=20, **{**went, "num_samples": 0}, problem="there is no checkpoint"))
         assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 15: 3.5, 20: 3.0}
         sinks.write(RewindRecord(step=10, **went, problem=None))
-        sinks.write(train(20, 2.0))
+        sinks.write(train_record(20, 2.0))
 
     assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 20: 2.0}
     assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
@@ -180,7 +160,7 @@ def test_the_lines_are_the_records_in_order(tmp_path):
 def test_what_was_logged_is_on_disk_when_the_run_is_interrupted(tmp_path):
     def interrupted_run():
         with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
-            sinks.write(train(10, 4.0))
+            sinks.write(train_record(10, 4.0))
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -234,7 +214,7 @@ def test_every_sink_is_closed_where_one_of_them_cannot_be(tmp_path):
         sinks = MetricsSinks(tmp_path, logging_config(), "test", start_step=40)
         assert threading.active_count() == threads + 1
         with pytest.raises(OSError, match="File too large"):
-            sinks.write(train(41, 3.0))
+            sinks.write(train_record(41, 3.0))
         with pytest.raises(OSError, match="File too large"):
             sinks.close()
     assert threading.active_count() == threads, "of TensorBoard's writer"
