@@ -10,6 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from decimal import Decimal
 from typing import Any
 
 from rich.text import Text
@@ -50,11 +51,8 @@ def format_rate(value: float | None) -> str:
 
 
 def _three_digits(value: float) -> str:
-    if value == 0:
-        return "0"
-    decimals = 2 - math.floor(math.log10(abs(value)))
-    rounded = round(value, decimals)
-    return f"{rounded:.{max(decimals, 0)}f}".rstrip("0").rstrip(".") if decimals > 0 else f"{rounded:.0f}"
+    # A Decimal's format f never writes an exponent; adding 0.0 turns -0 into 0.
+    return f"{Decimal(f'{value + 0.0:.3g}'):f}"
 
 
 def format_loss(value: float | None) -> str:
