@@ -14,7 +14,7 @@ import time
 import uuid
 from collections.abc import Mapping
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -285,7 +285,7 @@ class WandbSink:
     def write(self, record: Record) -> None:
         """Logs the numbers of a record; the summary record becomes W&B's summary."""
         if isinstance(record, SummaryRecord):
-            self._run.summary.update({each.name: getattr(record, each.name) for each in fields(record)})
+            self._run.summary.update(asdict(record))
         elif not isinstance(record, StartRecord):
             self._run.log({"step": record.step, **scalars(record)})
 
