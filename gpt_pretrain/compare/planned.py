@@ -176,9 +176,7 @@ def _check_same_values(run: PlannedRun) -> None:
         return
     saved, now = (_counting_values(config) for config in (load_saved_config(saved_path), run.config))
     different = [
-        f"{key}={show(saved.get(key))} there, {show(now.get(key))} here"
-        for key in dict.fromkeys([*saved, *now])
-        if saved.get(key) != now.get(key)
+        f"{key}={show(saved[key])} there, {show(value)} here" for key, value in now.items() if saved[key] != value
     ]
     if different:
         raise UserError(

@@ -221,9 +221,9 @@ def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
     axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
     by_run: dict[str, dict[str, int]] = {}
     for index, name in enumerate(heading):
-        run, dash, metric = name.rpartition(" - ")
+        run, _, metric = name.rpartition(" - ")
         if index != axis and not metric.endswith(("__MIN", "__MAX")):
-            by_run.setdefault(run if dash else "", {})[metric] = index
+            by_run.setdefault(run, {})[metric] = index
     columns: dict[str, Columns] = {run: {name: {} for name in metrics} for run, metrics in by_run.items()}
     for line, row in _whole_rows(path, len(heading), rows):
         step = _cell(path, line, heading[axis], row[axis])
