@@ -7,13 +7,12 @@ peaks are `machine.EFFICIENCY`.
 """
 
 import math
-from collections.abc import Mapping
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
-from gpt_pretrain.plan.stages import Stage, passage
+from gpt_pretrain.plan.stages import passage
 from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec
@@ -167,14 +166,6 @@ def head_s(gpu: Gpu, spec: RunSpec, head: Linear) -> dict[str, float]:
     }
 
 
-def weight_cast_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> float:
-    """Seconds of casting BF16 weights to FP8, once per step; FP8 parameters are cast by the optimizer."""
-    if spec.fp8 is None or spec.fp8.params:
-        return 0.0
-    passes = 4 + 2 * spec.fp8.recipe.searches_amax
-    return sum(memory_s(gpu, linear.num_weights * passes) for linear in stage.linears if linear.precision == "fp8")
-
-
 def host_layer_s(spec: RunSpec) -> float:
     """Seconds that the host needs to launch one layer for one microbatch, forward and backward."""
     layout, bf16 = spec.layout, spec.fp8 is None
@@ -186,17 +177,3 @@ def host_layer_s(spec: RunSpec) -> float:
         each += PRODUCTS_OF_EXPERT * (spec.model.num_moe_experts // layout.ep) * product
     each += EFFICIENCY.host_s_per_tp_layer if layout.tp > 1 else 0.0
     return each + (EFFICIENCY.host_s_per_cp_layer if layout.cp > 1 else 0.0)
-
-
-def host_s(spec: RunSpec, layers: float) -> float:
-    """Seconds that the host needs to launch one step; a faster GPU waits for it.
-
-    `layers` is a stage's layers times microbatches, where a recomputed layer counts as more than one.
-    """
-    return EFFICIENCY.host_s_per_step + layers * host_layer_s(spec)
-
-
-def add(total: dict[str, float], part: Mapping[str, float], factor: float = 1.0) -> None:
-    """Adds the seconds of a part to a total, by kind of work."""
-    for name, value in part.items():
-        total[name] = total.get(name, 0.0) + factor * value

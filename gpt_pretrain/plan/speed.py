@@ -12,7 +12,7 @@ from functools import partial
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.kernels import add, head_s, host_layer_s, host_s, layer_s, memory_s, recompute_s, weight_cast_s
+from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
@@ -133,6 +133,12 @@ class Speed:
     """The step of the slowest stage's GPU by kind of work; adds up to `step_s`."""
 
 
+def _add(total: dict[str, float], part: Mapping[str, float]) -> None:
+    """Adds the seconds of a part to a total, by kind of work."""
+    for name, value in part.items():
+        total[name] = total.get(name, 0.0) + value
+
+
 def _transformer_layer_s(gpu: Gpu, spec: RunSpec, recomputed: Recomputed, layer: list[Linear]) -> dict[str, float]:
     """Seconds of one layer and one microbatch, forward and backward, with all exchanges but those of pipelines."""
     seconds = layer_s(gpu, spec, layer)
@@ -175,9 +181,9 @@ def _microbatch_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     recomputed = _recomputed(spec.model, stage)
     seconds = {each: per_layer(stage, partial(time_layer, gpu, spec, each)) for each in set(recomputed)}
     for layer, each in zip(stage.layers, recomputed, strict=True):
-        add(total, seconds[each][layer])
+        _add(total, seconds[each][layer])
     if stage.head is not None:
-        add(total, head_s(gpu, spec, stage.head))
+        _add(total, head_s(gpu, spec, stage.head))
     total["pipeline sends"] = spec.layout.vp * pipeline_send_s(gpu, spec, stage.linears[0].tokens)
     return total
 
@@ -192,7 +198,9 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     updated = stage.optimizer_parameters(spec)
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
-    if settings is not None and settings.params:
+    if settings is None:
+        return seconds
+    if settings.params:
         # `megatron.stored_weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read
         # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. Transposes are
         # of whole weights.
@@ -200,7 +208,10 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
         transposes = 2 if gpu.needs_fp8_transposes or settings.in_local_layers else 0
         seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / shards + transposes))
     else:
-        seconds["FP8 casts"] = weight_cast_s(gpu, spec, stage)
+        # BF16 weights are cast once per step.
+        passes = 4 + 2 * settings.recipe.searches_amax
+        in_fp8 = (linear for linear in stage.linears if linear.precision == "fp8")
+        seconds["FP8 casts"] = sum(memory_s(gpu, linear.num_weights * passes) for linear in in_fp8)
     return seconds
 
 
@@ -210,18 +221,17 @@ def _predict(gpu: Gpu, spec: RunSpec) -> Speed:
     microbatches = [_microbatch_s(gpu, spec, stage) for stage in stages]
     times = [sum(seconds.values()) for seconds in microbatches]
     slowest = max(range(len(stages)), key=times.__getitem__)
-    total: dict[str, float] = {}
-    add(total, microbatches[slowest], layout.num_microbatches)
+    total = {name: layout.num_microbatches * value for name, value in microbatches[slowest].items()}
     # 1F1B: the first microbatch passes the other stages once, each chunk of it with the interleaved schedule.
     total["pipeline bubble"] = (sum(times) - times[slowest]) / layout.vp
-    add(total, _optimizer_s(gpu, spec, stages[slowest]))
+    _add(total, _optimizer_s(gpu, spec, stages[slowest]))
     backward_s = times[slowest] * BACKWARD_SHARE
     total["data parallel"] = data_parallel_s(gpu, spec, stages[slowest], backward_s=backward_s)
     # The host runs ahead while the optimizer has few kernels, and while the GPU waits for others.
     twice = _recomputed(model, stages[slowest]).count(RecomputeGranularity.full)
-    launched = len(stages[slowest].layers) + EFFICIENCY.host_forward * twice
-    idle = host_s(spec, layout.num_microbatches * launched) - sum(total.values())
-    add(total, {"waiting for the host": max(0.0, idle)})
+    launched = layout.num_microbatches * (len(stages[slowest].layers) + EFFICIENCY.host_forward * twice)
+    idle = EFFICIENCY.host_s_per_step + launched * host_layer_s(spec) - sum(total.values())
+    _add(total, {"waiting for the host": max(0.0, idle)})
     step_s = sum(total.values())
     tokens = model.global_batch_size * model.encoder_seq_length
     return Speed(
