@@ -11,6 +11,7 @@ from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.plan.memory import GIB
+from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
@@ -125,7 +126,7 @@ def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
     # One expert and an eighth of what is replicated: two norms, router and attention of each layer, two tables, a norm.
     expert = 32 * 3 * 4096 * 14336
     rest = 46_702_792_704 - 8 * expert
-    assert planned.stages[0].num_parameters == expert + rest
+    assert plan_stages(planned.spec)[0].num_parameters == expert + rest
     items = planned.memory.worst.items
     assert items["moments"] == 8 * (expert + rest / 8)
 

@@ -14,6 +14,7 @@ from gpt_pretrain.plan.stages import (
     on_rank,
     passage,
     passing_bytes,
+    plan_stages,
     rank_load,
 )
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
@@ -89,7 +90,7 @@ def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
     for fp8, unit in (("none", 1), ("tensorwise", 16)):
         plan = plan_of("experiment=qwen3_30b_a3b_8gpu", f"fp8={fp8}", FP8_REACHES_EXPERTS)
         model = plan.spec.model
-        layer = plan.stages[0].layers[0]
+        layer = plan_stages(plan.spec)[0].layers[0]
         load = rank_load(model, BUSIEST_EXPERT_AT_FIRST)
         even, full = ({each.tokens for each in on_rank(layer, each_load)[-2:]} for each_load in (1.0, load))
         mean = model.micro_batch_size * 8 * model.encoder_seq_length * 8 // 128
@@ -134,7 +135,7 @@ def test_bytes_of_what_stands_in_for_weight_gradients(overrides, weights):
 )
 def test_bytes_of_a_row_that_passes_through_experts(experiment, fp8, values):
     plan = plan_of(f"experiment={experiment}", f"fp8={fp8}", FP8_REACHES_EXPERTS)
-    layer = on_rank(plan.stages[0].layers[0], 1.0)
+    layer = on_rank(plan_stages(plan.spec)[0].layers[0], 1.0)
     rows = layer[-2].tokens * layer[-2].count
     assert passing_bytes(plan.spec, layer) == rows * values
 
@@ -271,7 +272,7 @@ def test_gradients_of_attention_in_fp32_fit_into_what_the_mlp_has_let_go_of(pres
     # In BF16 the gradient of the output, and of queries, keys and values; and that of the residual stream twice.
     per_token = 2 * (2 * of_queries + 2 * of_keys) + 2 * 2 * model.hidden_size
     per_token += 4 * (of_queries + (2 * of_keys if of_keys < of_queries else 0))
-    first = plan.stages[0].layers[0]
+    first = plan_stages(plan.spec)[0].layers[0]
     layer = layer_activations(plan.spec, first)
     assert first[0].tokens * per_token < layer.mlp + layer.passing
     assert plan.memory == plan_of(f"model={preset}", fp8, "model.use_flash_attention=false").memory
@@ -329,26 +330,27 @@ def test_chunks_in_flight_are_those_of_megatrons_schedule(pp, vp, microbatches):
         parallel_state.set_pipeline_model_parallel_world_size(None)
         parallel_state.set_virtual_pipeline_model_parallel_world_size(None)
         parallel_state.set_pipeline_model_parallel_rank(None)
-    assert [stage.chunks_in_flight for stage in plan.stages] == expected
+    assert [stage.chunks_in_flight for stage in plan_stages(plan.spec)] == expected
 
 
 def test_stages_hold_the_model_once():
     plan = plan_of(
         "model=llama3_8b", "model.pipeline_model_parallel_size=4", "model.virtual_pipeline_model_parallel_size=2"
     )
-    assert [tuple(stage.layers)[:5] for stage in plan.stages] == [
+    stages = plan_stages(plan.spec)
+    assert [tuple(stage.layers)[:5] for stage in stages] == [
         (0, 1, 2, 3, 16),
         (4, 5, 6, 7, 20),
         (8, 9, 10, 11, 24),
         (12, 13, 14, 15, 28),
     ]
-    assert sorted(layer for stage in plan.stages for layer in stage.layers) == list(range(32))
-    assert sum(stage.num_parameters for stage in plan.stages) == 8_030_261_248
+    assert sorted(layer for stage in stages for layer in stage.layers) == list(range(32))
+    assert sum(stage.num_parameters for stage in stages) == 8_030_261_248
 
 
 def test_a_tied_head_is_a_copy_on_another_stage():
     whole, split = plan_of("model=gpt2_124m"), plan_of("model=gpt2_124m", "model.pipeline_model_parallel_size=2")
-    assert sum(stage.num_parameters for stage in split.stages) == whole.num_parameters + 50_304 * 768
+    assert sum(stage.num_parameters for stage in plan_stages(split.spec)) == whole.num_parameters + 50_304 * 768
 
 
 def test_a_run_that_does_not_fit_is_told_the_ways_out():

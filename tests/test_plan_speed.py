@@ -8,7 +8,7 @@ from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.plan.kernels import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
 from gpt_pretrain.plan.machine import EFFICIENCY, GPUS
 from gpt_pretrain.plan.speed import link_bytes_per_s
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.products import Gemm, resolve
 from gpt_pretrain.spec.recipes import RECIPES
@@ -278,7 +278,7 @@ def test_uneven_experts_cost_what_their_rows_do():
     seconds, load = plan.speed.run.seconds, rank_load(plan.spec.model, BUSIEST_EXPERT)
     experts = sum(
         6 * each.tokens * each.count * each.out_features * each.in_features
-        for each in plan.stages[0].linears
+        for each in plan_stages(plan.spec)[0].linears
         if "experts" in each.kind
     )
     products = 2 * experts / (989.4e12 * EFFICIENCY.bf16)
@@ -309,7 +309,7 @@ HEADS = {
 @pytest.mark.parametrize(("overrides", "milliseconds"), HEADS.values(), ids=HEADS)
 def test_time_of_head_and_loss(overrides, milliseconds):
     plan = plan_of(*overrides)
-    seconds = head_s(plan.gpu, plan.spec, plan.stages[-1].head)
+    seconds = head_s(plan.gpu, plan.spec, plan_stages(plan.spec)[-1].head)
     # The linear loss was not fitted to these; within 3%.
     assert 1e3 * sum(seconds.values()) == pytest.approx(milliseconds, rel=0.05)
 
@@ -337,7 +337,7 @@ def test_fp8_parameters_cost_what_their_casts_do(recipe, milliseconds, ratio):
 def test_fp8_parameters_are_gathered_in_half_the_bytes(recipe):
     two = ("model=llama3_8b", "plan.num_gpus=2", f"fp8={recipe}", "model.use_distributed_optimizer=true")
     without, stored = plan_of(*two), plan_of(*two, FP8_PARAMS)
-    in_fp8 = stored.stages[0].fp8_weights
+    in_fp8 = plan_stages(stored.spec)[0].fp8_weights
     # Of each rank's half one byte a value, over the link of two GPUs.
     rate = link_bytes_per_s(stored.gpu, stored.spec.layout, 2)
     less = without.speed.run.seconds["data parallel"] - stored.speed.run.seconds["data parallel"]

@@ -17,7 +17,7 @@ from gpt_pretrain.plan.machine import GPUS, Gpu, planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, Stage, plan_stages, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, plan_stages, rank_load
 from gpt_pretrain.spec.core_fields import Dtype, params_dtype
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
@@ -191,7 +191,6 @@ class Plan:
 
     spec: RunSpec
     gpu: Gpu
-    stages: tuple[Stage, ...]
     settings: tuple[Setting, ...]
     products: tuple[Product, ...]
     num_parameters: int
@@ -241,7 +240,6 @@ def build_plan(config: Config) -> Plan:
     return Plan(
         spec=spec,
         gpu=gpu,
-        stages=tuple(plan_stages(spec)),
         settings=tuple(effective_settings(spec)),
         products=tuple(plan_products(spec)),
         num_parameters=num_parameters,

@@ -50,12 +50,8 @@ class Stage:
     chunks_in_flight: int
     """Maximum number of model chunks whose activations are kept at once."""
     layers_per_chunk: int
-    fp8_weights: int
-    """Elements of weights that FP8 products read."""
-    other_parameters: int
-    """All other parameters: weights kept out of FP8, embeddings, LM head, biases, norms."""
-    expert_weights: int
-    """Parameters of experts, included in the two above."""
+    num_parameters: int
+    """Parameters of one GPU: weights, biases, norms, embeddings, LM head."""
 
     @property
     def linears(self) -> list[Linear]:
@@ -63,9 +59,14 @@ class Stage:
         return [linear for layer in self.layers.values() for linear in layer]
 
     @property
-    def num_parameters(self) -> int:
-        """Parameters of one GPU."""
-        return self.fp8_weights + self.other_parameters
+    def fp8_weights(self) -> int:
+        """Elements of weights that FP8 products read."""
+        return sum(linear.num_weights for linear in self.linears if linear.precision == "fp8")
+
+    @property
+    def expert_weights(self) -> int:
+        """Parameters of experts."""
+        return sum(linear.num_weights for linear in self.linears if linear.kind in (EXPERT_FC1, EXPERT_FC2))
 
     def optimizer_parameters(self, spec: RunSpec) -> float:
         """Parameters whose optimizer states one GPU holds: all of its own, or its shard of them."""
@@ -91,13 +92,14 @@ def _norm_parameters(model: ModelConfig, width: int) -> int:
     return width * (2 if model.normalization is Normalization.layernorm else 1)
 
 
-def _layer_vectors(model: ModelConfig, layer: Sequence[Linear]) -> int:
-    """Biases and norm weights of one layer. Biases of row-parallel layers are whole on every TP rank."""
+def _layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
+    """Weights, biases and norms of one layer. Biases of row-parallel layers are whole on every TP rank."""
     norms = 2 * _norm_parameters(model, model.hidden_size)
     norms += model.qk_layernorm * 2 * _norm_parameters(model, kv_channels(model))
     # Routers and experts have no biases.
     biased = (QKV, PROJ, FC1, FC2) if model.bias else (QKV,) if model.qkv_bias else ()
-    return norms + sum(linear.out_features for linear in layer if linear.kind in biased)
+    biases = sum(linear.out_features for linear in layer if linear.kind in biased)
+    return sum(linear.num_weights for linear in layer) + norms + biases
 
 
 def plan_stages(spec: RunSpec) -> list[Stage]:
@@ -116,17 +118,14 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
         firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
         layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
-        own = [linear for layer in layers.values() for linear in layer]
-        fp8 = sum(linear.num_weights for linear in own if linear.precision == "fp8")
-        other = sum(linear.num_weights for linear in own) - fp8
-        other += sum(_layer_vectors(model, layer) for layer in layers.values())
+        num_parameters = sum(_layer_parameters(model, layer) for layer in layers.values())
         if first:
-            other += table
-            other += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
+            num_parameters += table
+            num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
         if last:
-            other += _norm_parameters(model, model.hidden_size)
+            num_parameters += _norm_parameters(model, model.hidden_size)
             # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
-            other += 0 if model.share_embeddings_and_output_weights and first else table
+            num_parameters += 0 if model.share_embeddings_and_output_weights and first else table
         stages.append(
             Stage(
                 index=index,
@@ -134,9 +133,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
                 head=head if last else None,
                 chunks_in_flight=_chunks_in_flight(layout, index),
                 layers_per_chunk=layers_per_chunk,
-                fp8_weights=fp8,
-                other_parameters=other,
-                expert_weights=sum(linear.num_weights for linear in own if linear.kind in (EXPERT_FC1, EXPERT_FC2)),
+                num_parameters=num_parameters,
             )
         )
     return stages
@@ -327,12 +324,8 @@ def passing_bytes(spec: RunSpec, layer: Sequence[Linear]) -> float:
     its kept output.
     """
     *_, fc1, fc2 = layer
-    way, rows, element, hidden = (
-        passage(spec.model, layer),
-        fc1.tokens * fc1.count,
-        element_bytes(spec),
-        spec.model.hidden_size,
-    )
+    way, element, hidden = passage(spec.model, layer), element_bytes(spec), spec.model.hidden_size
+    rows = way.received
     row = rows * hidden * element
     inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
     # BF16 keeps the experts' input itself.
