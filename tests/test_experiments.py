@@ -10,7 +10,6 @@ from gpt_pretrain.benchmark.variants import benchmark_problems, read_variants
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.plan.forecast import build_plan
-from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
@@ -108,7 +107,7 @@ def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8
     assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []
     config = load_config(overrides)
     planned = build_plan(config)
-    assert planned.memory.fits
+    assert planned.fits
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
     in_fp8 = {product.module for product in planned.products if product.precision.startswith("FP8")}
     assert len(in_fp8) == (0 if fp8 == "none" else 4), "the linear layers of attention and MLP"
@@ -121,7 +120,7 @@ def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
     config = load_config(overrides)
     planned = build_plan(config)
     assert planned.num_parameters == 46_702_792_704
-    assert planned.memory.fits
+    assert planned.fits
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
     # One expert and an eighth of what is replicated: two norms, router and attention of each layer, two tables, a norm.
     expert = 32 * 3 * 4096 * 14336
@@ -148,7 +147,7 @@ def test_experts_fit_even_where_the_plan_errs_as_it_may(experiment, gpu, paramet
     config = load_config([f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"])
     planned = build_plan(config)
     assert planned.num_parameters == parameters
-    assert planned.memory.needed_gib / EXPERTS_MEMORY < planned.memory.gpu_gib
+    assert planned.memory.needed_gib / EXPERTS_MEMORY < planned.gpu.memory_gib
     assert [product.shape_problem for product in planned.products if product.shape_problem] == []
 
 
@@ -183,9 +182,9 @@ def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_con
 @pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])
 def test_the_8b_of_two_gpus_fits_as_its_comment_says(fp8, peak_gib):
     config = load_config(["experiment=llama3_8b_2gpu", "plan.gpu=h200", *fp8])
-    memory = build_plan(config).memory
-    assert memory.fits
-    assert memory.worst.peak / GIB == pytest.approx(peak_gib, rel=0.02)
+    planned = build_plan(config)
+    assert planned.fits
+    assert planned.memory.peak_gib == pytest.approx(peak_gib, rel=0.02)
 
 
 @pytest.mark.parametrize("fp8", [["fp8=none"], ["fp8=delayed", "model.fp8_params=true"]])

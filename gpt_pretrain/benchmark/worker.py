@@ -169,14 +169,13 @@ def forecast(config: Config) -> Forecast:
     """Plans a run on `plan.num_gpus` of `plan.gpu`; raises `ConfigError` if that machine refuses it."""
     from gpt_pretrain.plan.forecast import build_plan
     from gpt_pretrain.plan.machine import platform_problems
-    from gpt_pretrain.plan.memory import GIB
 
     problems = platform_problems(config)
     if problems:
         raise ConfigError(problems)
     plan = build_plan(config)
     return Forecast(
-        memory_gib=plan.memory.worst.peak / GIB,
+        memory_gib=plan.memory.peak_gib,
         tokens_per_s_per_gpu=None if plan.speed is None else plan.speed.run.tokens_per_s_per_gpu,
     )
 

@@ -258,9 +258,9 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "products": [asdict(product) for product in plan.products],
         "fp8_flops_share": plan.spec.fp8_flops_share,
         "memory": {
-            "fits": memory.fits,
+            "fits": plan.fits,
             "needed_gib": memory.needed_gib,
-            "peak_gib": memory.worst.peak / GIB,
+            "peak_gib": memory.peak_gib,
             "outside_gib": memory.outside_gib,
             "worst_stage": memory.worst.stage,
             "stages": [

@@ -53,7 +53,7 @@ def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
     """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
     where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
-    if memory.fits:
+    if memory.needed_gib <= gpu.memory_gib:
         share = memory.needed_gib / gpu.memory_gib
         tight = "; that is close, so watch the first steps" if share > CLOSE else ""
         return f"Memory: fits, with {used}{where}{tight}."
@@ -203,6 +203,11 @@ class Plan:
     sentences: tuple[str, ...]
     """What a person should know before starting the run, the most important first."""
 
+    @property
+    def fits(self) -> bool:
+        """Whether the GPU has enough memory."""
+        return self.memory.needed_gib <= self.gpu.memory_gib
+
 
 def _num_parameters(spec: RunSpec) -> int:
     """Parameters of the whole model: of one pipeline stage without tensor parallelism."""
@@ -223,7 +228,7 @@ def _num_parameters(spec: RunSpec) -> int:
 def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
     gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
-    memory = forecast_memory(spec, gpu)
+    memory = forecast_memory(spec)
     num_parameters = _num_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)
     sentences = [_memory_verdict(memory, gpu, spec)]

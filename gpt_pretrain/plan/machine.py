@@ -46,14 +46,6 @@ class Gpu:
     network_gb_s: float = 50.0
     """To other nodes, one direction: one 400 Gb/s adapter per GPU (DGX H100 and B200)."""
 
-    @property
-    def needs_fp8_transposes(self) -> bool:
-        """Whether FP8 products take one layout only, so that layers keep a transposed copy of each operand.
-
-        Hopper's do (TE 2.12, `is_non_tn_fp8_gemm_supported`); block scales need two copies everywhere.
-        """
-        return self.compute_capability < (10, 0)
-
 
 # Dense BF16 tensor-core peaks in TFLOP/s. The first name that the device's name contains counts: longer names first.
 _BF16_TFLOPS = {

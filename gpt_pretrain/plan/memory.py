@@ -18,13 +18,13 @@ from gpt_pretrain.config.choices import (
     RecomputeMethod,
 )
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.plan.machine import Gpu
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
     Stage,
     element_bytes,
     held_fp8,
+    keeps_transposes,
     layer_activations,
     on_rank,
     per_layer,
@@ -33,6 +33,7 @@ from gpt_pretrain.plan.stages import (
 )
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
+from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -87,7 +88,6 @@ class MemoryForecast:
     stages: tuple[StageMemory, ...]
     recompute_peaks: Mapping[str, float]
     """Peak of the worst stage without recomputation, with attention recomputed, and with every layer recomputed."""
-    gpu_gib: float
     outside_gib: float
     """CUDA's and NCCL's own, and what the allocator cannot use."""
 
@@ -97,21 +97,20 @@ class MemoryForecast:
         return max(self.stages, key=lambda stage: stage.peak)
 
     @property
-    def needed_gib(self) -> float:
-        """What a GPU must have."""
-        return self.worst.peak / GIB + self.outside_gib
+    def peak_gib(self) -> float:
+        """Peak of torch's allocator on the GPU that needs most."""
+        return self.worst.peak / GIB
 
     @property
-    def fits(self) -> bool:
-        """Whether the GPU has enough."""
-        return self.needed_gib <= self.gpu_gib
+    def needed_gib(self) -> float:
+        """What a GPU must have."""
+        return self.peak_gib + self.outside_gib
 
 
-def _weight_copies(settings: Fp8Settings, gpu: Gpu) -> float:
+def _weight_copies(settings: Fp8Settings, platform: Platform) -> float:
     """Bytes that FP8 products read per weight: one, another in the other layout where needed, and scales."""
     if settings.recipe.scales_tensors:
-        # TorchAO's products read one layout on every GPU.
-        return 2.0 if gpu.needs_fp8_transposes or settings.in_local_layers else 1.0
+        return 2.0 if keeps_transposes(settings, platform) else 1.0
     return 2 * (1 + settings.recipe.weight_scale_bytes)
 
 
@@ -129,13 +128,14 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     return {"masters": updated * master, "moments": updated * moment}
 
 
-def _parameter_items(spec: RunSpec, stage: Stage, gpu: Gpu) -> dict[str, float]:
+def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     model, fp8, element = spec.model, held_fp8(spec), element_bytes(spec)
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
+    copies = 0.0 if fp8 is None else _weight_copies(fp8, spec.platform)
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
-        "FP8 weights" if in_fp8 else "FP8 copies of weights": 0.0 if fp8 is None else stored * _weight_copies(fp8, gpu),
+        "FP8 weights" if in_fp8 else "FP8 copies of weights": stored * copies,
         "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
         **_optimizer_items(spec, stage),
     }
@@ -215,9 +215,9 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
     return sum(2.0 * rows * columns for rows, columns in shapes)
 
 
-def _stage_memory(spec: RunSpec, stage: Stage, gpu: Gpu) -> StageMemory:
+def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     model = spec.model
-    items = _parameter_items(spec, stage, gpu)
+    items = _parameter_items(spec, stage)
     kept, passing = _passing_peak(spec, stage, load=1.0)
     uneven_kept, uneven_passing = _passing_peak(spec, stage, load=rank_load(model, BUSIEST_EXPERT_AT_FIRST))
     uneven_peak = uneven_kept + sum(uneven_passing.values())
@@ -234,12 +234,12 @@ def _stage_memory(spec: RunSpec, stage: Stage, gpu: Gpu) -> StageMemory:
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
 
 
-def forecast_memory(spec: RunSpec, gpu: Gpu) -> MemoryForecast:
+def forecast_memory(spec: RunSpec) -> MemoryForecast:
     """The memory of a checked configuration."""
     stages = plan_stages(spec)
 
     def memory_of(varied: RunSpec) -> tuple[StageMemory, ...]:
-        return tuple(_stage_memory(varied, stage, gpu) for stage in stages)
+        return tuple(_stage_memory(varied, stage) for stage in stages)
 
     def peak_with(granularity: RecomputeGranularity | None) -> float:
         if granularity is spec.model.activations_checkpoint_granularity:
@@ -259,6 +259,5 @@ def forecast_memory(spec: RunSpec, gpu: Gpu) -> MemoryForecast:
     return MemoryForecast(
         stages=own,
         recompute_peaks={name: peak_with(granularity) for name, granularity in granularities.items()},
-        gpu_gib=gpu.memory_gib,
         outside_gib=CONTEXT_GIB + (NCCL_GIB if spec.layout.world_size > 1 else 0.0) + FRAGMENTATION * (peak / GIB),
     )

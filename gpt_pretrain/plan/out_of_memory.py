@@ -12,15 +12,16 @@ import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.config.choices import PlanGpu, Precision, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.machine import GPUS, GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
+from gpt_pretrain.plan.machine import GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.platform import Platform, detect_platform
@@ -48,22 +49,18 @@ class Remedy:
     needed_gib: float
 
 
-def _peak_gib(forecast: MemoryForecast) -> float:
-    return forecast.worst.peak / GIB
-
-
-def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float] = _peak_gib) -> list[Remedy]:
+def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float]) -> list[Remedy]:
     """The changes that would save this run memory on as many processes, the most helpful first.
 
     `needed` picks the GiB of a forecast that should become fewer.
     """
-    before = needed(_forecast_of(spec))
+    before = needed(forecast_memory(spec))
     found = []
     for changes in _changes(spec):
         varied = replace(spec.config, model=replace(spec.model, **changes))
         if config_problems(varied, spec.launch):
             continue
-        after = needed(_forecast_of(build_run_spec(varied, spec.launch, spec.platform)))
+        after = needed(forecast_memory(build_run_spec(varied, spec.launch, spec.platform)))
         if after < before * (1 - _WORTHWHILE):
             found.append(Remedy(overrides=_as_typed(changes), needed_gib=after))
     return sorted(found, key=lambda remedy: remedy.needed_gib)
@@ -118,7 +115,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
             varied = replace(config, model=replace(config.model, **changes), plan=plan)
             if planned_problems(varied):
                 continue
-            needs = needed(_forecast_of(planned_spec(varied)))
+            needs = needed(forecast_memory(planned_spec(varied)))
             if needs <= gib:
                 overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
                 found.append(Remedy(overrides=overrides, needed_gib=needs))
@@ -140,12 +137,6 @@ def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
     if inside > 1:
         between = {"pipeline_model_parallel_size": pp * times // inside} if times > inside else {}
         yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
-
-
-def _forecast_of(spec: RunSpec) -> MemoryForecast:
-    # What a run needs depends on nothing else of its GPU.
-    gpu = replace(GPUS[PlanGpu.h200], compute_capability=spec.platform.compute_capability or (0, 0))
-    return forecast_memory(spec, gpu)
 
 
 def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
@@ -203,7 +194,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
     spec = _run_here(config, launch, platform)
-    items = states_gib(_forecast_of(spec))
+    items = states_gib(forecast_memory(spec))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
         return
@@ -230,17 +221,17 @@ def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) 
     """The message for a run that ran out of memory on this machine."""
     platform = detect_platform()
     spec = _run_here(config, launch, platform)
-    forecast = _forecast_of(spec)
+    forecast = forecast_memory(spec)
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
     outside = f", and {forecast.outside_gib:.1f} GiB for CUDA and NCCL" if platform.cuda else ""
     said = next(iter(str(error).splitlines()), type(error).__name__)
     lines = [
         f"out of memory on rank {launch.rank} ({platform.device_name}): {said}",
-        f"the forecast for this run is a peak of {_peak_gib(forecast):.2f} GiB{where}{outside}: "
+        f"the forecast for this run is a peak of {forecast.peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),
-        *_advice(spec, _peak_gib, has_gib=None),
+        *_advice(spec, attrgetter("peak_gib"), has_gib=None),
     ]
     return "\n".join(lines)
 
@@ -251,7 +242,7 @@ def _advice(spec: RunSpec, needed: Callable[[MemoryForecast], float], *, has_gib
     larger = "use more GPUs" if spec.platform.cuda else "use a machine with GPUs or with more memory"
     if not remedies:
         return [f"no key of this run would reduce its memory for the same work: {larger}, or a smaller model"]
-    now = needed(_forecast_of(spec))
+    now = needed(forecast_memory(spec))
     width = max(len(remedy.overrides) for remedy in remedies)
     told = [
         f"  {remedy.overrides:<{width}}  {remedy.needed_gib:.2f} GiB ({remedy.needed_gib / now - 1:+.0%})"

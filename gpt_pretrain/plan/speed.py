@@ -14,7 +14,7 @@ from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optim
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, on_rank, per_layer, plan_stages, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import FC1, QKV, Linear
@@ -205,7 +205,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
         # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. Transposes are
         # of whole weights.
         cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
-        transposes = 2 if gpu.needs_fp8_transposes or settings.in_local_layers else 0
+        transposes = 2 if keeps_transposes(settings, spec.platform) else 0
         seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / shards + transposes))
     else:
         # BF16 weights are cast once per step.

@@ -26,6 +26,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.platform import BLACKWELL, Platform
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
 from gpt_pretrain.spec.run_spec import Layout, RunSpec
 
@@ -228,6 +229,16 @@ def element_bytes(spec: RunSpec) -> int:
 def held_fp8(spec: RunSpec) -> Fp8Settings | None:
     """The FP8 in which layers hold values. None in emulation too, which holds rounded values in the run's precision."""
     return None if spec.fp8 is None or spec.fp8.emulate else spec.fp8
+
+
+def keeps_transposes(settings: Fp8Settings, platform: Platform) -> bool:
+    """Whether FP8 products take one layout only, so that layers keep a transposed copy of each operand.
+
+    Hopper's do (TE 2.12, `is_non_tn_fp8_gemm_supported`), and TorchAO's on every GPU. Block scales need two copies
+    everywhere.
+    """
+    capability = platform.compute_capability
+    return settings.in_local_layers or capability is None or capability < BLACKWELL
 
 
 def input_bytes(spec: RunSpec, linear: Linear) -> float:
