@@ -4,7 +4,9 @@ import os
 import re
 from dataclasses import replace
 from operator import attrgetter
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
@@ -215,14 +217,14 @@ def test_a_model_that_no_machine_could_hold_is_refused_before_its_data_is_read(
     ],
 )
 def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, limits, expected):
-    own, memory, root = tmp_path / "own", tmp_path / "meminfo", tmp_path / "groups"
+    own, root = tmp_path / "own", tmp_path / "groups"
     own.write_text(groups)
-    memory.write_text("MemTotal: 5 kB\nSwapTotal: 3 kB\n")
     for name, limit in limits.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(limit)
-    for name, path in {"_OWN_GROUPS": own, "_MEMORY": memory, "_GROUPS": root}.items():
+    for name, path in {"_OWN_GROUPS": own, "_GROUPS": root}.items():
         monkeypatch.setattr(out_of_memory, name, path)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=3072))
     installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     assert installed > 2**31, "the limits above are lower"
     if expected is None:

@@ -7,14 +7,14 @@ process there may use the machine's memory, or what its container or Slurm job l
 Only functions that ask a GPU import torch: a plan needs none.
 """
 
-import os
-import re
 import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import uses_distributed_optimizer
@@ -37,7 +37,6 @@ _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
-_MEMORY = Path("/proc/meminfo")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,9 +147,7 @@ def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
 
 def host_memory_bytes() -> tuple[int, str]:
     """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    told = re.search(r"^SwapTotal:\s*(\d+)", _MEMORY.read_text() if _MEMORY.is_file() else "", re.MULTILINE)
-    swap = 0 if told is None else int(told[1]) * 1024
+    installed, swap = psutil.virtual_memory().total, psutil.swap_memory().total
     limit = min(_limits(), default=installed)
     if limit < installed:
         return limit + swap, "this process's control group"
