@@ -67,7 +67,7 @@ def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float]) -> l
 
 def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
     """Changes of `model` that keep weights, batch and steps."""
-    model = spec.model
+    model, sharded = spec.model, _shard_states(spec.model)
     for size in {1, model.micro_batch_size // 2} - {0, model.micro_batch_size}:
         yield {"micro_batch_size": size}
     if model.activations_checkpoint_granularity is not RecomputeGranularity.full:
@@ -78,20 +78,21 @@ def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
         }
     if model.activations_checkpoint_granularity is None:
         yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
-    if not uses_distributed_optimizer(model):
-        yield {"use_distributed_optimizer": True}
+    if sharded:
+        yield sharded
     if not model.optim.use_precision_aware_optimizer:
         # With the default fp32 states and remainders, nothing is rounded that was not rounded before.
-        yield {
-            **({} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}),
-            "optim": replace(model.optim, use_precision_aware_optimizer=True),
-        }
+        yield {**sharded, "optim": replace(model.optim, use_precision_aware_optimizer=True)}
     if model.fp8 and not model.fp8_params and not model.fp8_emulate:
         yield {"fp8_params": True, "use_distributed_optimizer": True}
     if spec.layout.dp % 2 == 0:
         # Pairs of ranks that hold the same layers would share them.
         yield {"tensor_model_parallel_size": 2 * model.tensor_model_parallel_size, "sequence_parallel": True}
         yield {"pipeline_model_parallel_size": 2 * model.pipeline_model_parallel_size}
+
+
+def _shard_states(model: ModelConfig) -> dict[str, Any]:
+    return {} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}
 
 
 def _as_typed(changes: dict[str, Any]) -> str:
@@ -125,7 +126,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
 
 def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
     """Layouts over `times` as many ranks."""
-    sharded = {} if uses_distributed_optimizer(model) else {"use_distributed_optimizer": True}
+    sharded = _shard_states(model)
     yield sharded
     if model.num_moe_experts is not None:
         yield {**sharded, "expert_model_parallel_size": times * model.expert_model_parallel_size}
