@@ -38,7 +38,6 @@ from gpt_pretrain.benchmark.results import (
     Part,
     Row,
     attainable_tflops,
-    build_row,
     compute_figures,
     kernel_kind,
     with_ratios,
@@ -82,7 +81,7 @@ MEASURED = Measured(
     kernels=(),
     parts=(),
 )
-APP = Variant(name="app", loop="app", overrides=())
+ROW = Row(name="app", loop="app", overrides=(), num_gpus=1, problem=None, figures=None, forecast=None)
 
 
 def variants_of(compose_config, *entries, more=()):
@@ -95,7 +94,7 @@ def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config
     entries = ("app", "fp8_delayed", "bare", "bare:lean", "model.micro_batch_size=2 fp8=none", "bare:model.seed=7")
 
     assert variants_of(compose_config, *entries, more=[own]) == [
-        APP,
+        Variant(name="app", loop="app", overrides=()),
         Variant(name="fp8_delayed", loop="app", overrides=("fp8=delayed",)),
         Variant(name="bare", loop="bare", overrides=()),
         Variant(name="bare:lean", loop="bare", overrides=("fp8=delayed", "model.fp8_params=true")),
@@ -260,13 +259,13 @@ def rows_of(compose_config):
     fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
     kernels = (Kernel(name="gemm|tn", calls=3.0, time_ms=1.5, share=0.75),)
     second = compute_figures([[replace(fast, kernels=kernels)]], run, H200)
-    bare = Variant(name="bare:lean", loop="bare", overrides=("fp8=delayed", "run_dir='a b'"))
+    overrides = ("fp8=delayed", "run_dir='a b'")
     planned = Forecast(memory_gib=11.0, tokens_per_s_per_gpu=first.tokens_per_s_per_gpu / 2)
     return with_ratios(
         [
-            build_row(APP, 1, first, None, planned),
-            build_row(bare, 2, second, None, None),
-            build_row(Variant(name="big", loop="app", overrides=()), 1, None, "out of memory | 80 GiB\nused: 79", None),
+            replace(ROW, figures=first, forecast=planned),
+            replace(ROW, name="bare:lean", loop="bare", overrides=overrides, num_gpus=2, figures=second),
+            replace(ROW, name="big", problem="out of memory | 80 GiB\nused: 79"),
         ]
     )
 
@@ -323,7 +322,7 @@ def test_the_table_shows_every_variant_in_its_order(compose_config):
 )
 def test_the_spread_of_slow_steps_has_no_exponents(compose_config, seconds, shown):
     figures = compute_figures([[replace(MEASURED, step_times_s=seconds)]], resolve(compose_config()), H200)
-    titles, (line,) = table_of_rows([build_row(APP, 1, figures, None, None)])
+    titles, (line,) = table_of_rows([replace(ROW, figures=figures)])
     assert line[titles.index("spread (ms)")] == shown
 
 

@@ -32,7 +32,6 @@ from gpt_pretrain.benchmark.results import (
     MachineSeen,
     Measured,
     Row,
-    build_row,
     compute_figures,
     with_ratios,
 )
@@ -82,10 +81,19 @@ class _Entry:
         return self.config.trainer.devices or 1
 
     def row(self, machine: Machine) -> Row:
+        """Its row, still without ratios."""
         figures = None
         if self.problem is None:
             figures = compute_figures(self.measured, resolve(self.config), machine.gemms)
-        return build_row(self.variant, self.num_processes, figures, self.problem, self.forecast)
+        return Row(
+            name=self.variant.name,
+            loop=self.variant.loop,
+            overrides=self.variant.overrides,
+            num_gpus=self.num_processes,
+            problem=self.problem,
+            figures=figures,
+            forecast=self.forecast,
+        )
 
 
 class Campaign:

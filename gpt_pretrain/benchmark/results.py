@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Self
 
-from gpt_pretrain.benchmark.variants import Variant
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.spec.platform import Platform
@@ -253,21 +252,6 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         losses=first.losses,
         kernels=first.kernels,
         parts=first.parts,
-    )
-
-
-def build_row(
-    variant: Variant, num_gpus: int, figures: Figures | None, problem: str | None, forecast: Forecast | None
-) -> Row:
-    """A variant's row, still without ratios."""
-    return Row(
-        name=variant.name,
-        loop=variant.loop,
-        overrides=variant.overrides,
-        num_gpus=num_gpus,
-        problem=problem,
-        figures=figures,
-        forecast=forecast,
     )
 
 
