@@ -8,7 +8,7 @@ loads must be the ones that PyTorch loaded.
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
@@ -28,7 +28,7 @@ _WHO_HAS_IT = "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv
 _TE = "Transformer Engine"
 
 
-class Blocks(Enum):
+class Blocks(StrEnum):
     """What a finding prevents."""
 
     training = "training"

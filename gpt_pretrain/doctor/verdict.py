@@ -197,9 +197,6 @@ def doctor_document(facts: Facts, verdict: Verdict) -> dict[str, Any]:
         "trains": verdict.trains,
         "trains_in_fp8": verdict.trains_in_fp8,
         "exit_code": verdict.exit_code,
-        "device": verdict.device,
-        "recipes": dict(verdict.recipes),
-        "parts": [asdict(part) for part in verdict.parts],
-        "findings": [{**asdict(finding), "blocks": finding.blocks.value} for finding in verdict.findings],
+        **asdict(verdict),
         "facts": asdict(facts),
     }
