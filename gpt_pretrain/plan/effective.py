@@ -5,7 +5,7 @@ what the rules say (`rules.no_effect`).
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -271,11 +271,9 @@ def plan_products(spec: RunSpec) -> Iterator[Product]:
     """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
     *in_layers, head = spec.linears
     # Equal layers with the same reasons stay together, in the order in which they first appear.
-    groups: dict[tuple[object, ...], list[Linear]] = {}
+    groups: dict[Linear, list[Linear]] = {}
     for linear in in_layers:
-        shape = (linear.out_features, linear.in_features, linear.tokens)
-        key = (linear.kind, *shape, linear.precision, linear.wgrad_precision, linear.reason)
-        groups.setdefault(key, []).append(linear)
+        groups.setdefault(replace(linear, module="", layer=0), []).append(linear)
     for same in groups.values():
         yield from _linear_products(spec, same)
     yield from _attention_products(spec)

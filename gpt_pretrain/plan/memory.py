@@ -143,8 +143,7 @@ def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
 
 def _kept_activations(model: ModelConfig, stage: Stage, layers: list[LayerActivations]) -> tuple[float, float]:
     """Bytes that all microbatches in flight keep, and what recomputation needs on top for a moment."""
-    granularity, count = model.activations_checkpoint_granularity, model.activations_checkpoint_num_layers or 1
-    num_layers = stage.layers_per_chunk
+    granularity, num_layers = model.activations_checkpoint_granularity, stage.layers_per_chunk
     share = stage.chunks_in_flight * num_layers / len(layers)
     whole = sum(layer.kept for layer in layers)
     if granularity is None:
@@ -152,7 +151,7 @@ def _kept_activations(model: ModelConfig, stage: Stage, layers: list[LayerActiva
     if granularity is RecomputeGranularity.selective:
         kept = share * sum(layer.kept - layer.attention_core for layer in layers)
         return kept, max(layer.attention_core for layer in layers)
-    count = min(count, num_layers)
+    count = min(model.activations_checkpoint_num_layers or 1, num_layers)
     largest = max(layer.kept for layer in layers)
     if model.activations_checkpoint_method is RecomputeMethod.block:
         kept = share * count / num_layers * sum(layer.layer_input for layer in layers)
@@ -182,10 +181,10 @@ def _logits_bytes(spec: RunSpec, head: Linear) -> float:
     return head.tokens * columns * per_logit
 
 
-def _passing_peak(spec: RunSpec, stage: Stage, *, load: float) -> tuple[float, dict[str, float]]:
+def _passing_peak(spec: RunSpec, stage: Stage, *, load: float) -> dict[str, float]:
     """Bytes that all microbatches keep, and the larger of what the loss and passing through a layer need on top.
 
-    `load` is the rows of the rank's experts over the mean.
+    By their names in `ITEMS`. `load` is the rows of the rank's experts over the mean.
     """
     layers = list(per_layer(stage, lambda layer: layer_activations(spec, on_rank(layer, load))).values())
     kept, recomputed = _kept_activations(spec.model, stage, layers)
@@ -197,7 +196,8 @@ def _passing_peak(spec: RunSpec, stage: Stage, *, load: float) -> tuple[float, d
     logits = _logits_bytes(spec, stage.head) if stage.head is not None else 0.0
     passing = recomputed + max(layer.passing for layer in layers)
     # Logits and the layers' gradients are not alive at once.
-    return kept, {"logits and loss": logits} if logits > passing else {"backward pass": passing}
+    on_top = {"logits and loss": logits} if logits > passing else {"backward pass": passing}
+    return {"activations": kept, **on_top}
 
 
 def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
@@ -216,11 +216,9 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
 
 
 def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
-    model = spec.model
-    items = _parameter_items(spec, stage)
-    kept, passing = _passing_peak(spec, stage, load=1.0)
-    uneven_kept, uneven_passing = _passing_peak(spec, stage, load=rank_load(model, BUSIEST_EXPERT_AT_FIRST))
-    uneven_peak = uneven_kept + sum(uneven_passing.values())
+    model, items = spec.model, _parameter_items(spec, stage)
+    even = _passing_peak(spec, stage, load=1.0)
+    uneven_peak = sum(_passing_peak(spec, stage, load=rank_load(model, BUSIEST_EXPERT_AT_FIRST)).values())
     copies = 0.0
     if element_bytes(spec) == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
@@ -228,7 +226,7 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     if copies > uneven_peak:
         items["gradients in fp32"] = copies
     else:
-        items |= {"activations": kept, **passing, "uneven experts": uneven_peak - (kept + sum(passing.values()))}
+        items |= {**even, "uneven experts": uneven_peak - sum(even.values())}
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
     items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})

@@ -194,7 +194,6 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     The whole gradient is zeroed (4 bytes per parameter); the rest is of the rank's shard.
     """
     model, layout, settings = spec.model, spec.layout, spec.fp8
-    shards = layout.shards if uses_distributed_optimizer(model) else 1
     updated = stage.optimizer_parameters(spec)
     moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
@@ -202,11 +201,11 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
         return seconds
     if settings.params:
         # `megatron.stored_weights` reads masters, writes BF16, reads that and writes FP8; all recipes but delayed read
-        # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. Transposes are
-        # of whole weights.
+        # the masters once more, for their amax. For local layers it passes over fp32 in place of BF16. That is of a
+        # rank's shard, since FP8 parameters need the distributed optimizer; transposes are of whole weights.
         cast = 17 if settings.in_local_layers else 9 if settings.recipe.keeps_history else 13
         transposes = 2 if keeps_transposes(settings, spec.platform) else 0
-        seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / shards + transposes))
+        seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / layout.shards + transposes))
     else:
         # BF16 weights are cast once per step.
         passes = 4 + 2 * settings.recipe.searches_amax

@@ -167,16 +167,12 @@ def rank_load(model: ModelConfig, busiest: float) -> float:
 def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
     """A transformer layer's linear layers, with `load` times the mean rows in each expert, padded for FP8."""
 
-    def rows(linear: Linear) -> int:
+    def loaded(linear: Linear) -> Linear:
         unit = _PADDED_TO if linear.precision == "fp8" else 1
-        return math.ceil(linear.tokens * load / unit) * unit
+        rows = math.ceil(linear.tokens * load / unit) * unit
+        return replace(linear, tokens=rows, local_tokens=rows)
 
-    return [
-        replace(linear, tokens=rows(linear), local_tokens=rows(linear))
-        if linear.kind in (EXPERT_FC1, EXPERT_FC2)
-        else linear
-        for linear in layer
-    ]
+    return [loaded(linear) if linear.kind in (EXPERT_FC1, EXPERT_FC2) else linear for linear in layer]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
