@@ -142,19 +142,24 @@ def test_without_a_prediction_speed_is_null():
     assert plan_document(plan_of("fp8=delayed", "model.fp8_emulate=true"))["speed"] is None
 
 
-@pytest.mark.parametrize("overrides", [*CONFIGURATIONS, ("fp8=delayed", "model.fp8_emulate=true")])
-def test_tables_are_readable_at_100_columns(overrides):
+def printed(*overrides):
     output = io.StringIO()
     print_plan(plan_of(*overrides), Console(file=output, width=WIDTH, highlight=False))
-    lines = output.getvalue().splitlines()
+    return output.getvalue()
+
+
+@pytest.mark.parametrize("overrides", [*CONFIGURATIONS, ("fp8=delayed", "model.fp8_emulate=true")])
+def test_tables_are_readable_at_100_columns(overrides):
+    text = printed(*overrides)
+    lines = text.splitlines()
     assert max(map(len, lines)) <= WIDTH
     # A key that is cut or folded cannot be searched for.
     for setting in plan_of(*overrides).settings:
         assert setting.inert or any(f" {setting.key.removeprefix('model.')} " in line for line in lines), setting.key
-    assert "Keys without a dot are model.KEY" in output.getvalue()
-    assert "…\n" not in output.getvalue()
+    assert "Keys without a dot are model.KEY" in text
+    assert "…\n" not in text
     for sentence in plan_of(*overrides).sentences:
-        assert sentence in " ".join(output.getvalue().split())
+        assert sentence in " ".join(text.split())
 
 
 @pytest.mark.parametrize(
@@ -169,23 +174,18 @@ def test_tables_are_readable_at_100_columns(overrides):
     ],
 )
 def test_what_the_forecast_does_not_know_is_said(overrides, told):
-    output = io.StringIO()
-    print_plan(plan_of(*overrides), Console(file=output, width=WIDTH, highlight=False))
-    assert told in " ".join(output.getvalue().split())
+    assert told in " ".join(printed(*overrides).split())
 
 
 def test_a_count_just_below_a_unit_has_no_exponent():
-    output = io.StringIO()
     sizes = ("model.encoder_seq_length=512", "model.max_position_embeddings=512", "model.global_batch_size=1953")
-    print_plan(plan_of(*sizes, "model.micro_batch_size=1"), Console(file=output, width=WIDTH))
-    assert "1953 samples (1M tokens) a step" in output.getvalue()
+    assert "1953 samples (1M tokens) a step" in printed(*sizes, "model.micro_batch_size=1")
 
 
 def test_what_null_came_to_among_the_kernels_is_shown():
-    output = io.StringIO()
-    print_plan(plan_of("model=gpt2_124m", "model.cuda_graph_impl=local"), Console(file=output, width=WIDTH))
-    (fused,) = [line for line in output.getvalue().splitlines() if line.startswith("│ fused ")]
-    shown = " ".join(output.getvalue().replace("│", " ").split())
+    text = printed("model=gpt2_124m", "model.cuda_graph_impl=local")
+    (fused,) = [line for line in text.splitlines() if line.startswith("│ fused ")]
+    shown = " ".join(text.replace("│", " ").split())
     assert "bias_activation_fusion" in fused
     assert "cross_entropy_loss_fusion (linear), cuda_graph_impl (local)" in shown
 
