@@ -209,9 +209,7 @@ def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tup
     total = sum(time for _, time in times)
     longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_NUM_KERNELS]
     return tuple(
-        Kernel(
-            name=event.key, calls=event.count / num_steps, time_ms=time / num_steps / 1e3, share=time / (total or 1.0)
-        )
+        Kernel(name=event.key, calls=event.count / num_steps, time_ms=time / num_steps / 1e3, share=time / total)
         for event, time in longest
         if time > 0
     )

@@ -140,8 +140,7 @@ def benchmark_problems(config: Config) -> Iterator[str]:
     for name in ("warmup_steps", "steps", "interval", "rounds"):
         if getattr(benchmark, name) < 1:
             yield f"benchmark.{name}={getattr(benchmark, name)} is too small; use 1 or more"
-    too_few = benchmark.steps < benchmark.interval
-    if min(benchmark.interval, benchmark.steps) >= 1 and (too_few or benchmark.steps % benchmark.interval):
+    if min(benchmark.interval, benchmark.steps) >= 1 and benchmark.steps % benchmark.interval:
         yield (
             f"benchmark.steps={benchmark.steps} is not a multiple of benchmark.interval={benchmark.interval}; use "
             f"{max(1, benchmark.steps // benchmark.interval) * benchmark.interval}, or another interval"
