@@ -61,10 +61,9 @@ def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
 
 
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
-    needed = attrgetter("needed_gib")
-    remedies = plan_remedies(spec, needed)
+    remedies = plan_remedies(spec, attrgetter("needed_gib"))
     enough = [remedy for remedy in remedies if remedy.needed_gib <= gpu.memory_gib]
-    enough += plan_more_gpus(spec.config, needed, gib=gpu.memory_gib)
+    enough += plan_more_gpus(spec.config, gib=gpu.memory_gib)
     told = "; ".join(f"{remedy.overrides} ({remedy.needed_gib:.1f} GiB)" for remedy in enough or remedies)
     if enough:
         return f"Ways out, each alone: {told}"

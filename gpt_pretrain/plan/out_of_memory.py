@@ -102,7 +102,7 @@ def _as_typed(changes: dict[str, Any]) -> str:
     return " ".join(f"model.{name}={show(value)}" for name, value in flat.items())
 
 
-def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *, gib: float) -> list[Remedy]:
+def plan_more_gpus(config: Config, *, gib: float) -> list[Remedy]:
     """The fewest GPUs on which a planned run needs at most `gib`, with each layout that reaches this there.
 
     As many ranks as before share the experts, or more.
@@ -115,7 +115,7 @@ def plan_more_gpus(config: Config, needed: Callable[[MemoryForecast], float], *,
             varied = replace(config, model=replace(config.model, **changes), plan=plan)
             if planned_problems(varied):
                 continue
-            needs = needed(forecast_memory(planned_spec(varied)))
+            needs = forecast_memory(planned_spec(varied)).needed_gib
             if needs <= gib:
                 overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
                 found.append(Remedy(overrides=overrides, needed_gib=needs))
