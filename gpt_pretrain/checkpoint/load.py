@@ -218,7 +218,7 @@ def load_checkpoint(
     restores_fp8 = keeps_fp8_state(
         path, trainable.model.spec.fp8, manifest.fp8, reset=config.checkpoint.reset_fp8_state
     )
-    places = places_of_ranks(layout(model))
+    places = places_of_ranks(layout(model, torch.distributed.get_world_size()))
     restores_random_states = places == places_of_ranks(manifest.layout)
     wanted = sharded_state(trainable, is_loading=True)
     if not restores_random_states:

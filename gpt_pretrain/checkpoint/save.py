@@ -146,21 +146,21 @@ class CheckpointSaver:
         # A checkpoint by the clock only guards against a crash before the next one. The disk need not hold them all,
         # and they must not displace those of `save_interval`, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None
+        num_ranks = torch.distributed.get_world_size()
         self._described: dict[str, Any] = {
             "versions": installed_versions(),
             "config": config_to_dict(config),
             "data": dict(data),
             "architecture": architecture(config.model, trainable.model.transformer_config),
-            "layout": layout(config.model),
+            "layout": layout(config.model, num_ranks),
             "fp8": describe_fp8_state(trainable.model.spec.fp8),
         }
         self._buffer = HostBuffer()
         self._running: _Running | None = None
         self._waited_s = 0.0
         # Two threads must not share a group: one is the writers', over the other the loop asks whether they are done.
-        several = torch.distributed.get_world_size() > 1
-        self._writers = torch.distributed.new_group(backend="gloo") if several else None
-        self._loop = torch.distributed.new_group(backend="gloo") if several else None
+        self._writers = torch.distributed.new_group(backend="gloo") if num_ranks > 1 else None
+        self._loop = torch.distributed.new_group(backend="gloo") if num_ranks > 1 else None
         self._is_done = torch.zeros(1, dtype=torch.int32)
         self._asked: torch.distributed.Work | None = None
 

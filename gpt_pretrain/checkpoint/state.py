@@ -180,7 +180,7 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
     }
 
 
-def layout(model: ModelConfig) -> dict[str, str]:
+def layout(model: ModelConfig, num_processes: int) -> dict[str, str]:
     """How the tensors are spread over processes; plain text by key."""
     described = _described(model, _LAYOUT_KEYS)
     if model.num_moe_experts is not None:
@@ -188,7 +188,7 @@ def layout(model: ModelConfig) -> dict[str, str]:
         described["model.expert_tensor_parallel_size"] = str(expert_tensor_parallel_size(model))
     return described | {
         _DISTRIBUTED_OPTIMIZER: written(uses_distributed_optimizer(model)),
-        "processes": str(torch.distributed.get_world_size()),
+        "processes": str(num_processes),
     }
 
 

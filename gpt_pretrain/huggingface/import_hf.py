@@ -41,7 +41,6 @@ from gpt_pretrain.huggingface.export import (
 from gpt_pretrain.huggingface.tensors import Rule, differences, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
-from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.check import model_problems, ranges
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
@@ -183,10 +182,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
 
 
 def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> Manifest:
-    platform, launch = detect_platform(), read_launch({})
-    transformer_config = translate_transformer(build_run_spec(config, launch, platform))
-    with process_groups(config.model, launch, platform):
-        one_process = layout(config.model)
+    transformer_config = translate_transformer(build_run_spec(config, read_launch({}), detect_platform()))
     return Manifest(
         step=0,
         consumed_samples=0,
@@ -196,7 +192,7 @@ def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, A
         # Without a tokenizer the entry is missing, and a run may bring the one that the model had.
         data={} if tokenizer is None else {"tokenizer": tokenizer.fingerprint},
         architecture=architecture_of(config.model, transformer_config),
-        layout=one_process,
+        layout=layout(config.model, 1),
         fp8={},
         files=files,
     )
