@@ -141,12 +141,11 @@ def _aligned(num_bytes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class _RankReport:
-    """What a rank tells the others: its files on the disk, or why there are none."""
+class _Written:
+    """What a rank has written."""
 
     files: Mapping[str, FileDigest]
-    results: Sequence[WriteResult]
-    problem: str | None
+    results: list[WriteResult]
 
 
 class SaveProblem(Exception):
@@ -173,29 +172,29 @@ def write_checkpoint(
     Raises:
         SaveProblem: Some rank failed; the same on all ranks. The unfinished directory is removed.
     """
-    own = _RankReport({}, [], share) if isinstance(share, str) else _write_own_files(destination.unfinished, share)
+    own = share if isinstance(share, str) else _write_own_files(destination.unfinished, share)
     is_first = group is None or group.rank() == 0
     reports = [own]
     if group is not None:
         reports = [own] * group.size()
         torch.distributed.gather_object(own, reports if is_first else None, dst=0, group=group)
-    answer: list[tuple[int, str | None]] = [(0, None)]
+    # Bytes, or why there are none.
+    answer: list[int | str] = [0]
     if is_first:
-        problem = next((report.problem for report in reports if report.problem is not None), None)
-        answer = [(0, problem)]
-        if problem is None:
-            answer = [_complete(destination, cast("Share", share), reports, manifest)]
-        if answer[0][1] is not None:
+        problem = next((report for report in reports if isinstance(report, str)), None)
+        written = [report for report in reports if isinstance(report, _Written)]
+        answer = [problem or _complete(destination, cast("Share", share), written, manifest)]
+        if isinstance(answer[0], str):
             shutil.rmtree(destination.unfinished, ignore_errors=True)
     if group is not None:
         torch.distributed.broadcast_object_list(answer, src=0, group=group)
-    num_bytes, problem = answer[0]
-    if problem is not None:
-        raise SaveProblem(problem)
-    return num_bytes
+    if isinstance(answer[0], str):
+        raise SaveProblem(answer[0])
+    return answer[0]
 
 
-def _write_own_files(directory: Path, share: Share) -> _RankReport:
+def _write_own_files(directory: Path, share: Share) -> _Written | str:
+    """This rank's files, or why they cannot be written."""
     rank = torch.distributed.get_rank()
     num_files = min(_MAX_FILES, 1 + share.num_bytes // _BYTES_OF_A_FILE)
     buckets = [bucket for bucket in deal(share.items, [item.num_bytes for item in share.items], num_files) if bucket]
@@ -204,9 +203,9 @@ def _write_own_files(directory: Path, share: Share) -> _RankReport:
         with _without_crc32(), ThreadPoolExecutor(_MAX_FILES, initializer=_let_training_go_first) as threads:
             written = list(threads.map(_write_file, [directory / name for name in names], buckets))
     except Exception as error:  # one rank's failure must reach all of them, whatever it is
-        return _RankReport({}, [], _described(error, directory))
+        return _described(error, directory)
     results = [result for _, results in written for result in results]
-    return _RankReport({name: digest for name, (digest, _) in zip(names, written, strict=True)}, results, None)
+    return _Written({name: digest for name, (digest, _) in zip(names, written, strict=True)}, results)
 
 
 def _let_training_go_first() -> None:
@@ -289,24 +288,23 @@ def _write_file(path: Path, items: Sequence[Item]) -> tuple[FileDigest, list[Wri
         raise
 
 
-def _complete(
-    destination: Destination, share: Share, reports: Sequence[_RankReport], manifest: Manifest
-) -> tuple[int, str | None]:
-    """On rank 0: describes and publishes what all ranks have written. Returns bytes, or 0 and a problem."""
-    unfinished, results = destination.unfinished, [list(report.results) for report in reports]
+def _complete(destination: Destination, share: Share, written: Sequence[_Written], manifest: Manifest) -> int | str:
+    """On rank 0: describes and publishes what all ranks have written. Returns bytes, or a problem."""
+    unfinished = destination.unfinished
     try:
+        results = [of_rank.results for of_rank in written]
         FileSystemWriter(unfinished).finish(cast("Metadata", share.metadata), results)
         save_config(FORMAT, str(unfinished))
         described = [".metadata", CONFIG_FNAME]
         for name in described:
             fsync(unfinished / name)
-        files = {name: digest for report in reports for name, digest in report.files.items()}
+        files = {name: digest for of_rank in written for name, digest in of_rank.files.items()}
         manifest = replace(manifest, files={**files, **hash_files(unfinished, described)})
         problems = check_files(unfinished, manifest, hashes=False)
         if problems:
-            return 0, f"{'; '.join(problems)}. Do all nodes share this directory?"
+            return f"{'; '.join(problems)}. Do all nodes share this directory?"
         write_manifest(unfinished, manifest)
         destination.publish()
     except Exception as error:  # the other ranks wait for the answer
-        return 0, _described(error, unfinished)
-    return manifest.num_bytes, None
+        return _described(error, unfinished)
+    return manifest.num_bytes
