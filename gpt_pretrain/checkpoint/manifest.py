@@ -19,6 +19,7 @@ from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
+from gpt_pretrain.data.cache import fingerprint
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -142,14 +143,10 @@ def installed_versions() -> dict[str, str]:
     return versions
 
 
-def _hash_of(values: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
-
-
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it."""
     values = manifest.to_json()
-    text = json.dumps({**values, "sha256": _hash_of(values)}, indent=1, sort_keys=True)
+    text = json.dumps({**values, "sha256": fingerprint(values)}, indent=1, sort_keys=True)
     write_file(directory / MANIFEST, text + "\n")
 
 
@@ -174,7 +171,7 @@ def read_manifest(path: Path) -> Manifest:
     if "format_version" not in values:
         raise UserError(f"{file} is garbled (it states no format_version); {_ANOTHER}")
     saved_hash = values.pop("sha256", None)
-    if saved_hash != _hash_of(values):
+    if saved_hash != fingerprint(values):
         raise UserError(f"{file} has changed since it was written: it does not match its own SHA-256; {_ANOTHER}")
     if values["format_version"] != FORMAT_VERSION:
         versions = values.get("versions")

@@ -149,7 +149,7 @@ def _unwritable(path: Path, error: OSError) -> UserError:
 
 def fingerprint(value: Any) -> str:
     """SHA-256 (hex) of a value of JSON types; the order of keys does not count."""
-    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_identity(path: Path) -> list[Any]:
