@@ -10,7 +10,7 @@ import importlib.metadata
 import json
 import stat
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -186,17 +186,17 @@ def read_manifest(path: Path) -> Manifest:
         raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
 
 
-def deal[Item](items: Sequence[Item], sizes: Sequence[int], num_shares: int) -> list[list[Item]]:
-    """Deals items out to ranks, files or threads in even shares; every process computes the same.
+def deal[Item](items: Iterable[Item], size_of: Callable[[Item], int], num_shares: int) -> list[list[Item]]:
+    """Deals items out to ranks or files in even shares; every process computes the same.
 
-    The largest item goes first, each to the smallest share so far; `sizes` has the size of each item.
+    The largest item goes first, each to the smallest share so far.
     """
     shares: list[list[Item]] = [[] for _ in range(num_shares)]
     totals = [0] * num_shares
-    for index in sorted(range(len(items)), key=lambda index: -sizes[index]):
+    for item in sorted(items, key=size_of, reverse=True):
         smallest = totals.index(min(totals))
-        shares[smallest].append(items[index])
-        totals[smallest] += sizes[index]
+        shares[smallest].append(item)
+        totals[smallest] += size_of(item)
     return shares
 
 
@@ -206,9 +206,8 @@ def _hash_file(path: Path) -> FileDigest:
         return FileDigest(num_bytes=file.tell(), sha256=digest.hexdigest())
 
 
-def hash_files(directory: Path, names: Iterable[str]) -> dict[str, FileDigest]:
+def hash_files(directory: Path, names: Collection[str]) -> dict[str, FileDigest]:
     """Sizes and hashes of files of a directory, read by several threads."""
-    names = sorted(names)
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         return dict(zip(names, threads.map(lambda name: _hash_file(directory / name), names), strict=True))
 
@@ -225,8 +224,7 @@ def check_files(path: Path, manifest: Manifest, *, hashes: bool = True, rank: in
         for file in read
         if file.name not in manifest.files
     ]
-    sizes = [file.num_bytes for file in manifest.files.values()]
-    names = deal(list(manifest.files), sizes, num_ranks)[rank]
+    names = deal(manifest.files, lambda name: manifest.files[name].num_bytes, num_ranks)[rank]
     with ThreadPoolExecutor(_NUM_THREADS) as threads:
         found = threads.map(lambda name: _problem(path / name, manifest.files[name], hashes=hashes), names)
         return [*unknown, *(problem for problem in found if problem is not None)]

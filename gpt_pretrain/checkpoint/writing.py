@@ -197,7 +197,7 @@ def _write_own_files(directory: Path, share: Share) -> _Written | str:
     """This rank's files, or why they cannot be written."""
     rank = torch.distributed.get_rank()
     num_files = min(_MAX_FILES, 1 + share.num_bytes // _BYTES_OF_A_FILE)
-    buckets = [bucket for bucket in deal(share.items, [item.num_bytes for item in share.items], num_files) if bucket]
+    buckets = [bucket for bucket in deal(share.items, lambda item: item.num_bytes, num_files) if bucket]
     names = [f"__{rank}_{index}.distcp" for index in range(len(buckets))]
     try:
         with _without_crc32(), ThreadPoolExecutor(_MAX_FILES, initializer=_let_training_go_first) as threads:
