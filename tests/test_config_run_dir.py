@@ -34,10 +34,10 @@ def unwritable(request, tmp_path):
     }[request.param]
 
 
-def test_making_it_tells_key_reason_and_way_out(unwritable, compose_config):
+def test_making_it_tells_key_reason_and_way_out(unwritable):
     path, reason = unwritable
     with pytest.raises(UserError) as refused:
-        make_run_dir(compose_config(f"run_dir={path}"))
+        make_run_dir(str(path), "name")
     assert str(refused.value).startswith(f"run_dir={path} cannot be written: ")
     assert reason.partition(" at ")[0] in str(refused.value)
     assert str(refused.value).endswith("; give another one with run_dir=DIRECTORY")
@@ -65,18 +65,18 @@ def test_a_name_that_is_too_long_is_told_before_anything_is_computed(capsys):
 def test_the_default_directory_is_refused_by_its_place(compose_config, monkeypatch):
     config = compose_config()
     monkeypatch.chdir(NO_FILES)
-    for function in (check_run_dir, make_run_dir):
+    for attempt in (lambda: check_run_dir(config), lambda: make_run_dir(config.run_dir, config.name)):
         with pytest.raises(
             UserError, match=r"^run_dir=null \(outputs/DATE/TIME_NAME\) cannot be written: No such file"
         ):
-            function(config)
+            attempt()
 
 
 def test_asking_makes_nothing_and_making_leaves_nothing_inside(tmp_path, compose_config):
     config = compose_config(f"run_dir={tmp_path / 'a' / 'b'}")
     check_run_dir(config)
     assert list(tmp_path.iterdir()) == []
-    assert make_run_dir(config) == tmp_path / "a" / "b"
+    assert make_run_dir(config.run_dir, config.name) == tmp_path / "a" / "b"
     assert list((tmp_path / "a" / "b").iterdir()) == []
     check_run_dir(config)
 

@@ -110,7 +110,8 @@ def test_a_killed_process_leaves_a_lock_that_is_taken_over(tmp_path, hold):
     assert list(tmp_path.iterdir()) == []
 
 
-ME = this_process({})
+# Whatever job started pytest.
+ME = replace(this_process(), job=None, restarts=0)
 LEFT_OVER = {
     "another process has its number now": (replace(ME, start=ME.start - 100), 0, "gone"),
     "the host was booted since": (replace(ME, boot="another"), 0, "booted"),

@@ -109,7 +109,7 @@ class Campaign:
         variants = read_variants(config, "benchmark")
         own_problems = own_key_problems(self._overrides)
         configs = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
-        self._run_dir = make_run_dir(config)
+        self._run_dir = make_run_dir(config.run_dir, config.name)
         self._machine_folder = self._run_dir / "machine"
         if self._machine_folder.exists():
             raise UserError(f"run_dir={self._run_dir} holds a benchmark already; give another one, or leave it out")

@@ -49,7 +49,7 @@ from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.environment import REQUEUE
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_directory, make_run_dir
+from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
 from gpt_pretrain.report.columns import format_share
 from gpt_pretrain.report.console import console_of_width
 
@@ -92,7 +92,7 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
     if arguments.run_dir is not None:
         check_contents(arguments.run_dir, "a comparison")
     comparison = compare_runs(read_runs(arguments.runs), command=command, gate=read_gate(arguments.compare))
-    return _publish(comparison, make_directory(arguments.run_dir, "compare"))
+    return _publish(comparison, make_run_dir(arguments.run_dir, "compare"))
 
 
 def train_and_compare(request: "Request", config: Config, command: str) -> int:
@@ -100,7 +100,7 @@ def train_and_compare(request: "Request", config: Config, command: str) -> int:
     from gpt_pretrain.compare.training import train_variants
 
     check_run_dir(config, "a comparison")
-    run_dir = make_run_dir(config)
+    run_dir = make_run_dir(config.run_dir, config.name)
     trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
     runs = [
         replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)

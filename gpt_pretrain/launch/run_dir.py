@@ -97,10 +97,9 @@ class Process:
         return False
 
 
-def this_process(env: Mapping[str, str] | None = None) -> Process:
-    """The calling process; `env` has Slurm's variables, by default its own environment."""
-    env = os.environ if env is None else env
-    restarts = env.get("SLURM_RESTART_COUNT", "")
+def this_process() -> Process:
+    """The calling process."""
+    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
     boot = namespace = None
     with suppress(OSError):
         boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
@@ -111,7 +110,7 @@ def this_process(env: Mapping[str, str] | None = None) -> Process:
         start=_start_of(os.getpid()),
         boot=boot,
         namespace=namespace,
-        job=env.get("SLURM_JOB_ID"),
+        job=os.environ.get("SLURM_JOB_ID"),
         restarts=int(restarts) if restarts.isdecimal() else 0,
         since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
     )
@@ -155,13 +154,8 @@ def check_contents(run_dir: str, kind: Kind) -> None:
         )
 
 
-def make_run_dir(config: Config) -> Path:
-    """Makes the directory that a run writes to, `run_dir` or `outputs/DATE/TIME_NAME`, and returns its full path."""
-    return make_directory(config.run_dir, config.name)
-
-
-def make_directory(given: str | None, name: str) -> Path:
-    """`make_run_dir` for a command without a configuration, with its run_dir and name."""
+def make_run_dir(given: str | None, name: str) -> Path:
+    """Makes the directory that a command writes to, `run_dir` or `outputs/DATE/TIME_NAME`; returns its full path."""
     try:
         if given is None:
             run_dir = _new_directory(Path(f"outputs/{datetime.now():%Y-%m-%d/%H-%M-%S}_{name}").absolute())
@@ -207,7 +201,7 @@ def check_run_lock(run_dir: Path) -> None:
     """Refuses a directory that a living run holds, naming its host and process; takes nothing."""
     _check_no_link(run_dir)
     with suppress(FileNotFoundError):
-        _check_left_over(lock_path(run_dir), this_process())
+        _check_left_over(lock_path(run_dir))
 
 
 @contextmanager
@@ -217,7 +211,7 @@ def run_lock(run_dir: Path) -> Iterator[str | None]:
     _check_no_link(run_dir)
     with _judging(path):
         with suppress(FileNotFoundError):
-            note = f"took over {_check_left_over(path, this_process())}"
+            note = f"took over {_check_left_over(path)}"
         # A new file: the old one's process may live after all, but renews and deletes only its own.
         write_file(path, this_process().to_json() + "\n")
         file = os.open(path, os.O_RDWR)
@@ -275,9 +269,9 @@ def _judging(path: Path) -> Iterator[None]:
         yield
 
 
-def _check_left_over(path: Path, me: Process) -> str:
+def _check_left_over(path: Path) -> str:
     """Whose lock it is and why it can be taken over; a UserError if it cannot be."""
-    holder = Process.read(path.read_bytes())
+    holder, me = Process.read(path.read_bytes()), this_process()
     if holder is None:
         whose, known = "an unreadable lock", "one whose lock is unreadable"
     else:

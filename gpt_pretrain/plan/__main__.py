@@ -47,7 +47,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         raise ConfigError(problems)
     for number, job in enumerate(jobs):
         print_job(number, jobs)
-        run_dir = make_run_dir(job.config)
+        run_dir = make_run_dir(job.config.run_dir, job.config.name)
         plan = build_plan(job.config)
         print_plan(plan)
         sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")

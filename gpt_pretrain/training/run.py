@@ -65,7 +65,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         check_ranks_agree(dict(flatten(config_to_dict(config))))
 
         def hold_run_dir() -> tuple[Path, str | None]:
-            run_dir = make_run_dir(config)
+            run_dir = make_run_dir(config.run_dir, config.name)
             return run_dir, stack.enter_context(run_lock(run_dir))
 
         run_dir, lock_note = on_rank_zero(hold_run_dir)
