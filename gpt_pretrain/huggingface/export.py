@@ -27,6 +27,7 @@ from gpt_pretrain.config.files import new_directory
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
 from gpt_pretrain.huggingface.tensors import differences, tensor_rules
+from gpt_pretrain.launch.run_dir import nearest_existing
 
 # Types of weights without scales beside them, by the format's names.
 WEIGHT_TYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -179,20 +180,16 @@ def check_new_directory(path: Path) -> None:
             raise UserError(f"out={path} exists and is not empty; nothing is overwritten: give another directory")
     elif os.path.lexists(path):
         raise UserError(f"out={path} is a file; give a directory that does not exist yet")
-    parent = _nearest_existing(path.parent)
+    parent = nearest_existing(path.parent)
     if not parent.is_dir():
         raise UserError(f"out={path} cannot be made: {parent} is a file")
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
     """Raises a UserError if the disk has less room than needed."""
-    free = shutil.disk_usage(_nearest_existing(path.parent)).free
+    free = shutil.disk_usage(nearest_existing(path.parent)).free
     if free < num_bytes:
         raise UserError(f"out={path} needs {num_bytes:,} bytes, and its disk has {free:,} free; give another place")
-
-
-def _nearest_existing(path: Path) -> Path:
-    return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
 @contextmanager

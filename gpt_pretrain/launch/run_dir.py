@@ -134,10 +134,12 @@ def check_run_dir(config: Config, kind: Kind | None = None) -> None:
     """
     if config.run_dir is not None and kind is not None:
         check_contents(config.run_dir, kind)
-    place = Path(config.run_dir or "outputs").absolute()
-    while not os.path.lexists(place) and place != place.parent:
-        place = place.parent
-    _probe(config.run_dir, place)
+    _probe(config.run_dir, nearest_existing(Path(config.run_dir or "outputs").absolute()))
+
+
+def nearest_existing(path: Path) -> Path:
+    """The first of an absolute path and its parents that exists."""
+    return next(each for each in (path, *path.parents) if os.path.lexists(each))
 
 
 def check_contents(run_dir: str, kind: Kind) -> None:
