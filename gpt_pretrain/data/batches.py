@@ -92,28 +92,23 @@ class BatchIterator(Iterator[Batch]):
     def __init__(self, loader: "DataLoader[dict[str, torch.Tensor]]", device: torch.device) -> None:
         self._device = device
         self._ahead: deque[Batch] = deque()
-        self._batches: Iterator[dict[str, torch.Tensor]] | None
         with _block_rank_signals() if loader.num_workers else nullcontext():
-            self._batches = iter(loader)
+            self._batches: Iterator[dict[str, torch.Tensor]] = iter(loader)
         # At exit multiprocessing sends its processes SIGTERM, which these block, and waits for them.
         atexit.register(_close, weakref.ref(self))
 
     def __next__(self) -> Batch:
-        if self._batches is None:
-            raise StopIteration
-        return self._ahead.popleft() if self._ahead else self._read(self._batches)
+        return self._ahead.popleft() if self._ahead else self._read()
 
     def peek(self, num_batches: int) -> list[Batch]:
         """The next microbatches, without consuming them; StopIteration if there are fewer, or it is closed."""
-        if self._batches is None:
-            raise StopIteration
         while len(self._ahead) < num_batches:
-            self._ahead.append(self._read(self._batches))
+            self._ahead.append(self._read())
         return list(islice(self._ahead, num_batches))
 
-    def _read(self, batches: Iterator[dict[str, torch.Tensor]]) -> Batch:
+    def _read(self) -> Batch:
         try:
-            fields = next(batches)
+            fields = next(self._batches)
         except UserError as error:
             # torch puts the traceback of a data-loading process before the message.
             raise UserError(str(error).rpartition(f"{UserError.__name__}: ")[2]) from error
@@ -123,7 +118,7 @@ class BatchIterator(Iterator[Batch]):
 
     def close(self) -> None:
         """Ends the data-loading processes."""
-        batches, self._batches = self._batches, None
+        batches, self._batches = self._batches, iter(())
         self._ahead.clear()
         if isinstance(batches, _MultiProcessingDataLoaderIter):
             # Garbage collection would do the same, but the traceback of an error may keep the loader alive until exit.
@@ -169,7 +164,7 @@ def build_batch_iterator(
         batch_sampler=indices,
         num_workers=num_workers,
         multiprocessing_context=context if num_workers else None,
-        worker_init_fn=_end_with_rank if num_workers else None,
+        worker_init_fn=_end_with_rank,
         pin_memory=device.type == "cuda",
         # A loader draws a seed for its processes when it starts. Drawing it from the default generator would change
         # the dropout of a resumed run, which starts a loader where an uninterrupted run does not.
