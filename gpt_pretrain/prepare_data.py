@@ -41,12 +41,7 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         if corpus.is_mock:
             sys.stdout.write("nothing to prepare: data=mock is random tokens\n")
             continue
-        train, _ = build_datasets(
-            config,
-            corpus,
-            num_train_samples=num_train_samples(config),
-            num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
-        )
+        train, _ = build_datasets(config, corpus, num_train_samples=num_train_samples(config))
         sys.stdout.write(
             f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
             f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"

@@ -155,7 +155,7 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
     """
     config, trainable = training.config, training.trainable
     corpus = prepare_corpus(config, show_progress=False)
-    dataset, _ = build_datasets(config, corpus, num_train_samples=100, num_valid_samples=0)
+    dataset, _ = build_datasets(config, corpus, num_train_samples=100)
     recorded = _RecordedDataset(dataset, [])
     ranks = parallel_state.get_data_parallel_world_size()
     iterators = data_iterators(

@@ -70,7 +70,7 @@ def datasets(tmp_path):
     def build(*overrides):
         config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{prefix}]", *overrides)
         corpus = prepare_corpus(config, show_progress=False)
-        return config, *build_datasets(config, corpus, num_train_samples=40, num_valid_samples=8)
+        return config, *build_datasets(config, corpus, num_train_samples=40)
 
     return build
 

@@ -15,14 +15,14 @@ from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, 
 DOCUMENTS = counting_documents(20, 40)
 
 
-def build(tmp_path, *overrides, data="data=mmap", prefix=None, num_train=16, num_valid=8):
+def build(tmp_path, *overrides, data="data=mmap", prefix=None, num_train=16):
     overrides = list(overrides)
     if data == "data=mmap":
         prefix = prefix or write_token_file(tmp_path / "web", DOCUMENTS)
         overrides.append(f"model.data.data_prefix=[{prefix}]")
     config = data_config(tmp_path / "cache", data, *overrides)
     corpus = prepare_corpus(config, show_progress=False)
-    return build_datasets(config, corpus, num_train_samples=num_train, num_valid_samples=num_valid)
+    return build_datasets(config, corpus, num_train_samples=num_train)
 
 
 def tokens_of(dataset, num=None):
@@ -60,7 +60,7 @@ def test_an_index_that_no_memory_holds_is_refused_before_it_is_built(tmp_path):
 
 
 def test_no_validation_builds_no_validation_split(tmp_path):
-    assert build(tmp_path, "trainer.limit_val_batches=0", "model.data.splits_string='1'", num_valid=0)[1] is None
+    assert build(tmp_path, "trainer.limit_val_batches=0", "model.data.splits_string='1'")[1] is None
 
 
 def test_one_epoch_shows_every_training_token_at_most_once(tmp_path):
@@ -94,7 +94,7 @@ def test_the_order_follows_from_the_seed(tmp_path):
 def test_weights_are_the_shares_of_the_samples(tmp_path):
     low = write_token_file(tmp_path / "low", counting_documents(20, 40))
     high = write_token_file(tmp_path / "high", counting_documents(20, 40, start=1000))
-    train, valid = build(tmp_path, prefix=f"75,{low},25,{high}", num_train=200, num_valid=40)
+    train, valid = build(tmp_path, "trainer.limit_val_batches=5", prefix=f"75,{low},25,{high}", num_train=200)
     for dataset, num in ((train, 200), (valid, 40)):
         is_high = (tokens_of(dataset, num) >= 1000).float()
         assert is_high.mean() == pytest.approx(0.25, abs=0.01)
@@ -104,7 +104,7 @@ def test_weights_are_the_shares_of_the_samples(tmp_path):
 def test_a_blend_of_many_small_shares_has_its_few_validation_samples(tmp_path):
     prefixes = [write_token_file(tmp_path / f"x{i}", DOCUMENTS) for i in range(20)]
     blend = ",".join(f"{0.81 if i == 0 else 0.01},{prefix}" for i, prefix in enumerate(prefixes))
-    train, valid = build(tmp_path, prefix=blend, num_train=24, num_valid=8)
+    train, valid = build(tmp_path, prefix=blend, num_train=24)
     assert len(train) >= 24
     assert len(valid) >= 8
 

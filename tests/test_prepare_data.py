@@ -28,7 +28,7 @@ def test_training_finds_what_was_prepared_for_it(arguments, tmp_path, capsys):
     corpus = prepare_corpus(config, show_progress=False)
     assert f"prepared: {corpus.train.num_tokens:,} tokens to train on" in told
     assert f"    {corpus.prefixes[0]}.bin\n" in told
-    build_datasets(config, corpus, num_train_samples=20 * 8, num_valid_samples=2 * 8)
+    build_datasets(config, corpus, num_train_samples=20 * 8)
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
     assert {path: after[path] for path in after if path.suffix != ".lock"} == {
         path: prepared[path] for path in prepared if path.suffix != ".lock"

@@ -124,17 +124,18 @@ class _MemmapPickler(pickle.Pickler):
 
 
 def build_datasets(
-    config: Config, corpus: Corpus, *, num_train_samples: int, num_valid_samples: int
+    config: Config, corpus: Corpus, *, num_train_samples: int
 ) -> tuple[SampleDataset, SampleDataset | None]:
     """Builds the data sets of training and of one validation, None without samples. All ranks call it.
 
-    Each has at least as many samples as requested. Rank 0 writes the indices that the cache lacks, and the others wait.
+    Each has at least as many samples as are read. Rank 0 writes the indices that the cache lacks, and the others wait.
 
     Raises:
         UserError: The nodes do not share the cache directory, its disk is full, its indices for this run are damaged,
             or the index of so many samples does not fit into memory.
     """
     model = config.model
+    num_valid_samples = config.trainer.limit_val_batches * model.global_batch_size
     if corpus.is_mock:
         length, vocab_size = model.encoder_seq_length, model.vocab_size
         valid = RandomTokens(num_valid_samples, length, vocab_size, (model.seed, 1)) if num_valid_samples else None

@@ -66,7 +66,6 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
             consumed_samples=progress.consumed_samples,
             passed_over=sum(num_samples for _, num_samples in progress.passed_over),
         ),
-        num_valid_samples=config.trainer.limit_val_batches * config.model.global_batch_size,
     )
     return Setup(
         spec=spec,

@@ -19,7 +19,7 @@ def main(cache, out, *overrides):
     config = data_config(cache, *overrides)
     corpus = prepare_corpus(config, show_progress=False)
     torch.distributed.init_process_group("gloo")
-    train, valid = build_datasets(config, corpus, num_train_samples=64, num_valid_samples=8)
+    train, valid = build_datasets(config, corpus, num_train_samples=64)
     digest = hashlib.sha256()
     for dataset in (train, valid):
         for index in range(len(dataset)):
