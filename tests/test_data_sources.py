@@ -44,11 +44,12 @@ def test_parquet_rows_are_documents_and_nulls_are_empty(tmp_path):
     assert documents(FileSource([f"{tmp_path}/*.parquet"], "text")) == ["a", "", "c"]
 
 
-def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path):
+def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypatch):
+    monkeypatch.setattr(FileSource, "piece_size", 50)
     text = "".join(f"line {i} – äöü\n\n    indented\n" for i in range(100))
     (tmp_path / "x.txt").write_text(text)
     (tmp_path / "x.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "short"}))
-    txt, jsonl = (FileSource([f"{tmp_path}/x.{suffix}"], "text", piece_size=50) for suffix in ("txt", "jsonl"))
+    txt, jsonl = (FileSource([f"{tmp_path}/x.{suffix}"], "text") for suffix in ("txt", "jsonl"))
     assert documents(txt) == [text]
     assert documents(jsonl) == [text, "short"]
     for source in (txt, jsonl):
@@ -78,10 +79,11 @@ def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, nam
         documents(FileSource([str(tmp_path / name)], "text"))
 
 
-def test_the_offset_of_bad_utf8_counts_from_the_start_of_a_long_file(tmp_path):
+def test_the_offset_of_bad_utf8_counts_from_the_start_of_a_long_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(FileSource, "piece_size", 7)
     (tmp_path / "x.txt").write_bytes("äö ".encode() * 20 + b"\xff")
     with pytest.raises(UserError, match="offset 100;"):
-        documents(FileSource([f"{tmp_path}/x.txt"], "text", piece_size=7))
+        documents(FileSource([f"{tmp_path}/x.txt"], "text"))
 
 
 @pytest.mark.parametrize(

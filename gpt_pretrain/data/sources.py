@@ -28,7 +28,6 @@ import pyarrow.parquet
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.cache import file_identity
 
-_PIECE_SIZE = 1024 * 1024
 _PARQUET_BATCH_ROWS = 256
 _CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 
@@ -47,7 +46,7 @@ class TextSource(ABC):
     """Documents in a fixed order."""
 
     files: Sequence[Path]
-    piece_size: int = _PIECE_SIZE
+    piece_size = 1024 * 1024
     """Bytes read at once, and characters after which a document is cut at the next possible place."""
 
     @abstractmethod
@@ -150,9 +149,8 @@ class FileSource(TextSource):
         UserError: A pattern matches nothing, or a file is of an unknown kind or cannot be read.
     """
 
-    def __init__(self, patterns: Sequence[str], text_key: str, piece_size: int = _PIECE_SIZE) -> None:
+    def __init__(self, patterns: Sequence[str], text_key: str) -> None:
         self.text_key = text_key
-        self.piece_size = piece_size
         self.files = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
 
     def identity(self) -> list[Any]:
