@@ -30,6 +30,7 @@ from gpt_pretrain.checkpoint.directory import (
 )
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import (
+    COMMON_STATE,
     EXTRA_STATE,
     RANDOM_STATES,
     Progress,
@@ -59,8 +60,6 @@ from gpt_pretrain.megatron.stored_weights import StoredWeight
 
 _PROBLEMS_SHOWN = 5
 _KEYS_SHOWN = 20
-# megatron-core's name for what is not a tensor.
-_COMMON = "common_state"
 # Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights exist.
 _NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
 
@@ -327,7 +326,7 @@ def _check_keys(path: Path, wanted: dict[str, Any], left_out: Callable[[str], bo
     torch.distributed.all_gather_object(found, {part.key for part in nested_values(parts)})
     asked_for = set[str]().union(*found)
     saved = {part.key for part in load_sharded_metadata(str(path)).values()}
-    surplus, lacking = {key for key in saved - asked_for if not left_out(key)} - {_COMMON}, asked_for - saved
+    surplus, lacking = {key for key in saved - asked_for if not left_out(key)} - {COMMON_STATE}, asked_for - saved
     if surplus or lacking:
         raise UserError(f"{path} holds another model: {_listed('it has', surplus)}{_listed('this model has', lacking)}")
 

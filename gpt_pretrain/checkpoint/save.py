@@ -44,6 +44,7 @@ from gpt_pretrain.checkpoint.directory import (
 )
 from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
 from gpt_pretrain.checkpoint.state import (
+    COMMON_STATE,
     METADATA,
     Progress,
     Trainable,
@@ -95,8 +96,8 @@ def _plan_share(trainable: Trainable, path: Path) -> Share:
     # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
     sharded, common = save_preprocess(state)
-    sharded["common_state"] = ShardedObject(
-        "common_state", common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
+    sharded[COMMON_STATE] = ShardedObject(
+        COMMON_STATE, common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()
     )
     strategy = _Strategy()
     # Ranks with the same tensors differ only in their samples and their part of the sequence.

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
-from gpt_pretrain.checkpoint.state import FORMAT, METADATA
+from gpt_pretrain.checkpoint.state import COMMON_STATE, FORMAT, METADATA
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
@@ -39,8 +39,7 @@ from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.megatron.pickles import restricted, unreadable_told
 
-# megatron-core's key for what is not a tensor.
-_COMMON_KEY = ShardedObject("common_state", None, (1,), (0,)).unique_key
+_COMMON_KEY = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
 # Optimizer states lie beside the model's tensors and have their names after this prefix.
 _OPTIMIZER = "optimizer."
 # Files written side by side, and tensors in memory.
@@ -125,9 +124,6 @@ class CheckpointTensors:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self._tensors
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Of the whole tensor; in a layer's tensor the number of layers comes first."""

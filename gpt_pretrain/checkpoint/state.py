@@ -47,6 +47,8 @@ FORMAT = CheckpointingConfig("torch_dist", 1)
 # Tells the reader that optimizer states are sharded like the model's tensors.
 METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
+# megatron-core's name for what is not a tensor.
+COMMON_STATE = "common_state"
 RANDOM_STATES = "random_states"
 # Where Transformer Engine's layers and emulated ones keep FP8 scales and histories.
 EXTRA_STATE = "_extra_state"
