@@ -165,7 +165,7 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
     builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
     num_documents = num_empty = num_tokens = 0
     progress.start("tokenizing", source.num_bytes)
-    try:
+    with builder.data_file:
         for document in _documents(source, tokenizer, dtype, progress):
             if document.size == 0:
                 num_empty += 1
@@ -179,9 +179,6 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
             builder.add_document(tokens, [tokens.size])
             num_documents += 1
             num_tokens += tokens.size
-    except BaseException:
-        builder.data_file.close()
-        raise
     if num_documents == 0:
         raise UserError(f"all {num_empty:,} documents of the corpus are empty: {_name_files(source)}")
     if source.identity() != identity:
