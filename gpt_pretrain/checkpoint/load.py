@@ -36,7 +36,6 @@ from gpt_pretrain.checkpoint.state import (
     Progress,
     Trainable,
     architecture,
-    architecture_differences,
     differences,
     keeps_fp8_state,
     layout,
@@ -209,7 +208,7 @@ def load_checkpoint(
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
     notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
-    different = architecture_differences(current, manifest.architecture)
+    different = differences(current, manifest.architecture)
     if different:
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
@@ -268,7 +267,7 @@ def load_weights(
     own = {name: data[name] for name in saved if name in data}
     notes = _compare_data(path, own, saved, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
-    different = architecture_differences(
+    different = differences(
         {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}, manifest.architecture
     )
     if different:

@@ -201,16 +201,12 @@ def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
 
 def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
     """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty if none does."""
+    saved = {**_BEFORE, **saved}
     return ", ".join(
         f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
         for key, value in current.items()
         if value != saved.get(key)
     )
-
-
-def architecture_differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
-    """`differences` of two models; the saved one may be older than some keys."""
-    return differences(current, {**_BEFORE, **saved})
 
 
 def describe_fp8_state(settings: Fp8Settings | None) -> dict[str, str]:
