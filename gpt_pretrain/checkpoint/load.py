@@ -36,10 +36,10 @@ from gpt_pretrain.checkpoint.state import (
     Progress,
     Trainable,
     architecture,
+    chunks_by_name,
     differences,
     keeps_fp8_state,
     layout,
-    model_keys,
     places_of_ranks,
     restore_random_states,
     sharded_model,
@@ -208,8 +208,7 @@ def load_checkpoint(
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
     notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
-    different = differences(current, manifest.architecture)
-    if different:
+    if different := differences(current, manifest.architecture):
         raise UserError(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
@@ -267,10 +266,8 @@ def load_weights(
     own = {name: data[name] for name in saved if name in data}
     notes = _compare_data(path, own, saved, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
-    different = differences(
-        {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}, manifest.architecture
-    )
-    if different:
+    of_weights = {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}
+    if different := differences(of_weights, manifest.architecture):
         raise UserError(f"{path} holds another model: {different}; use the saved values, or another checkpoint")
 
     def left_out(key: str) -> bool:
@@ -278,7 +275,7 @@ def load_weights(
 
     with restricted(path):
         state = _load(path, trainable, sharded_model(trainable.model), left_out)
-        weights = {key: state[key] for key in model_keys(len(trainable.model.gpt_chunks))}
+        weights = {name: state[name] for name in chunks_by_name(trainable.model)}
         make_masters_from_weights(trainable.optimizer, trainable.model, weights)
     return Restored(progress=Progress(step=0, consumed_samples=0), notes=notes)
 
@@ -302,19 +299,19 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
 
     Ranks that hold the same tensors each read a part and hand it to the others. The caller has `restricted` the path.
     """
-    keys = model_keys(len(trainable.model.gpt_chunks))
-    not_restored = {key: take_extra_states(wanted[key]) if left_out(EXTRA_STATE) else [] for key in keys}
+    chunks = chunks_by_name(trainable.model)
+    not_restored = {name: take_extra_states(wanted[name]) if left_out(EXTRA_STATE) else [] for name in chunks}
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), replicas)
     _check_keys(path, wanted, left_out)
-    for entry in nested_values({key: wanted[key] for key in keys}):
+    for entry in nested_values({name: wanted[name] for name in chunks}):
         # An FP8 weight read in parts, as a SwiGLU's gate and up are, could not be cast; the chunk casts it whole.
         if isinstance(entry, ShardedTensor | ShardedTensorFactory) and isinstance(entry.data, StoredWeight):
             entry.data = entry.data.dequantize()
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
-    for key, chunk in zip(keys, trainable.model.gpt_chunks, strict=True):
-        scales = {name: harmless_state(name, value) for name, value in state[key].items() if EXTRA_STATE in name}
-        chunk.load_state_dict(state[key] | scales | dict.fromkeys(not_restored[key]))
+    for name, chunk in chunks.items():
+        scales = {key: harmless_state(key, value) for key, value in state[name].items() if EXTRA_STATE in key}
+        chunk.load_state_dict(state[name] | scales | dict.fromkeys(not_restored[name]))
     return state
 
 

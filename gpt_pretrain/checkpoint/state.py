@@ -135,17 +135,15 @@ def restore_random_states(states: dict[str, Any]) -> None:
     tracker.set_states(present)
 
 
-def model_keys(num_chunks: int) -> list[str]:
-    """megatron-core's names of model chunks, by which the optimizer looks up its parameters' chunks."""
-    return ["model"] if num_chunks == 1 else [f"model{index}" for index in range(num_chunks)]
+def chunks_by_name(model: Model) -> dict[str, Any]:
+    """The model's chunks by megatron-core's names, by which the optimizer looks up its parameters' chunks."""
+    chunks = model.gpt_chunks
+    return {"model" if len(chunks) == 1 else f"model{index}": chunk for index, chunk in enumerate(chunks)}
 
 
 def sharded_model(model: Model) -> dict[str, Any]:
-    """This rank's parts of the model, by chunk (`model_keys`)."""
-    return {
-        key: chunk.sharded_state_dict(metadata=dict(METADATA))
-        for key, chunk in zip(model_keys(len(model.gpt_chunks)), model.gpt_chunks, strict=True)
-    }
+    """This rank's parts of the model, by chunk (`chunks_by_name`)."""
+    return {name: chunk.sharded_state_dict(metadata=dict(METADATA)) for name, chunk in chunks_by_name(model).items()}
 
 
 def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
