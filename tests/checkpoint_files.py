@@ -56,6 +56,13 @@ def rewrite_manifest(checkpoint: Path, **changes: object) -> None:
     write_manifest(checkpoint, replace(read_manifest(checkpoint), **changes))
 
 
+def flip(path: Path, place: float) -> None:
+    """Changes a bit of a file, in the first byte for 0, in the last for 1."""
+    content = bytearray(path.read_bytes())
+    content[int(place * (len(content) - 1))] ^= 1
+    path.write_bytes(content)
+
+
 _at_open: list[Callable[[str], None]] = []
 
 

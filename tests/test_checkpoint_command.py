@@ -1,13 +1,10 @@
 """`python -m gpt_pretrain.checkpoint`: what it prints, what it refuses, and its exit codes."""
 
-import subprocess
-import sys
-
 import pytest
 
 from gpt_pretrain.checkpoint.__main__ import main
 from tests.checkpoint_files import publish
-from tests.launching import REPOSITORY
+from tests.launching import run_ranks
 
 
 @pytest.fixture
@@ -88,15 +85,9 @@ def test_the_program_answers_without_torch_and_explains_itself(run_dir):
         "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None; "
         "from gpt_pretrain.checkpoint.__main__ import main; sys.exit(main(sys.argv[1:]))"
     )
-
-    def run(*arguments):
-        return subprocess.run(
-            [sys.executable, *arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60, check=False
-        )
-
-    assert run("-c", without, "list", str(run_dir)).returncode == 0
-    assert run("-c", without, "verify", str(run_dir)).returncode == 0
-    explained = run("-m", "gpt_pretrain.checkpoint", "--help")
+    assert run_ranks(1, ["-c", without, "list", str(run_dir)]).returncode == 0
+    assert run_ranks(1, ["-c", without, "verify", str(run_dir)]).returncode == 0
+    explained = run_ranks(1, ["-m", "gpt_pretrain.checkpoint", "--help"])
     assert explained.returncode == 0
     assert "verify" in explained.stdout
-    assert run("-m", "gpt_pretrain.checkpoint", "prune").returncode == 2
+    assert run_ranks(1, ["-m", "gpt_pretrain.checkpoint", "prune"]).returncode == 2

@@ -26,6 +26,7 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import resolve
+from tests.checkpoint_files import flip
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 
 DATA = {"tokenizer": "of the run", "tokens": "of the run", "splits": "of the run"}
@@ -79,13 +80,6 @@ def choose(checkpoints):
 
 def step(checkpoints, number):
     return checkpoints / f"step_{number:08d}"
-
-
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    index = int(place * (len(content) - 1))
-    content[index] ^= 0x01
-    path.write_bytes(content)
 
 
 # A checkpoint's kinds of files.

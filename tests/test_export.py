@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import sys
 from collections import namedtuple
 
 import pytest
@@ -15,9 +13,10 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.data.tokenizer import train_bpe
 from gpt_pretrain.export import main
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture
+from tests.checkpoint_files import flip
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
-from tests.launching import REPOSITORY
+from tests.launching import run_ranks
 from tests.saved_models import (
     ARCHITECTURES,
     FAMILIES,
@@ -148,9 +147,7 @@ def test_damaged_checkpoint_is_refused(llama, tmp_path, capsys):
     path = shutil.copytree(llama.path, tmp_path / "damaged")
     shutil.copy(llama.path.parents[1] / "tokenizer.json", path)
     shard = next(path.glob("*.distcp"))
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
+    flip(shard, 0.5)
     assert main([f"checkpoint={path}", f"out={tmp_path / 'hf'}"]) == 2
     assert f"error: {shard} has changed" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
@@ -286,21 +283,14 @@ def test_help_needs_no_torch():
         "assert main(['--help']) == 0 and main(['out=x']) == 2\n"
         "assert 'torch' not in sys.modules and 'megatron' not in sys.modules\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = run_ranks(1, ["-c", program])
     assert done.returncode == 0, done.stderr
     assert "A checkpoint's directory" in done.stdout
 
 
 def test_memory_is_that_of_a_layer(tmp_path):
     """Of a model of 200 MB in 24 layers, the process takes no quarter, hashing and writing included."""
-    done = subprocess.run(
-        [sys.executable, "tests/programs/export_memory.py", str(tmp_path)],
-        cwd=REPOSITORY,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
+    done = run_ranks(1, ["tests/programs/export_memory.py", str(tmp_path)])
     assert done.returncode == 0, done.stderr[-4000:]
     num_bytes, grown = map(int, done.stdout.split()[-2:])
     assert num_bytes > 150e6
