@@ -14,10 +14,11 @@ import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
-from gpt_pretrain.config.errors import ConfigError, WrongValue, convert, show
+from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import ForeignFileError, check_yaml
 from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.values import WrongValue, convert
 
 # Keys that configurations of earlier versions lack, with the values that keep those versions' behavior.
 _LATER_KEYS = {
