@@ -92,21 +92,11 @@ def format_seconds(seconds: float) -> str:
     return f"{format_amount(seconds)} s" if seconds >= 0.9995 else f"{format_amount(1e3 * seconds)} ms"
 
 
-# The commands of docs/gpu.md. The package is on no registry: extras are installed from the checkout.
-_INSTALL_COMMANDS = {
-    # Without build isolation it is built against the installed PyTorch.
-    "te": "python -m pip install --no-build-isolation -c constraints.txt -e '.[te]'",
-    # Its wheel for CUDA 13.
-    "flash": "python -m pip install -c constraints.txt -e '.[flash]'",
-    "torchao": "python -m pip install -c constraints.txt -e '.[torchao]'",
-    "wandb": "python -m pip install -c constraints.txt -e '.[wandb]'",
-    "plot": "python -m pip install -c constraints.txt -e '.[plot]'",
-}
-
-
 def install_command(extra: str) -> str:
-    """The command that installs an extra from the checkout."""
-    return _INSTALL_COMMANDS[extra]
+    """The command of docs/gpu.md that installs an extra. The package is on no registry: it comes from the checkout."""
+    # Transformer Engine is built against the installed PyTorch.
+    isolation = "--no-build-isolation " * (extra == "te")
+    return f"python -m pip install {isolation}-c constraints.txt -e '.[{extra}]'"
 
 
 def how_to_install(extra: str) -> str:
