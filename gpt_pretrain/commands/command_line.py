@@ -17,7 +17,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.files import find_conf_dir
+from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
     UNSUPPORTED,
     did_you_mean,
@@ -71,7 +71,7 @@ class Request:
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
     """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
-    if is_known(name) or name in [path.name for path in find_conf_dir().iterdir() if path.is_dir()]:
+    if is_known(name) or name in group_names():
         return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
     # A flag of another program: --micro-batch-size=4.
     meant = name.replace("-", "_").lower()

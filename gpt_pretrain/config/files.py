@@ -15,6 +15,7 @@ import shutil
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Never
 
@@ -33,6 +34,12 @@ def find_conf_dir() -> Path:
         if (candidate / "config.yaml").is_file():
             return candidate
     raise ConfigError([f"the package in {package} has no conf/ beside it; install gpt_pretrain again"])
+
+
+@cache
+def group_names() -> frozenset[str]:
+    """The groups of `conf/`: the names of its folders."""
+    return frozenset(path.name for path in find_conf_dir().iterdir() if path.is_dir())
 
 
 def fsync(path: Path) -> None:
@@ -137,14 +144,14 @@ class ForeignFileError(UserError):
     """A file that is not what it should be; the message names the file and the reason."""
 
 
-def check_regular(path: Path) -> None:
-    """Refuses files that would block or never end.
+def check_regular(path: Path, status: os.stat_result | None = None) -> None:
+    """Refuses files that would block or never end; `status` is that of an open file.
 
     Raises:
         FileNotFoundError: It is not there.
         ForeignFileError: It is a pipe, a device or a directory.
     """
-    if not stat.S_ISREG(path.stat().st_mode):
+    if not stat.S_ISREG((status or path.stat()).st_mode):
         raise ForeignFileError(f"{path} cannot be read: it is not a regular file")
 
 
@@ -159,8 +166,7 @@ def read_foreign_text(path: Path) -> str:
         # Without O_NONBLOCK, opening a pipe would wait for its writer.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
-            if not stat.S_ISREG(status.st_mode):
-                raise ForeignFileError(f"{path} cannot be read: it is not a regular file")
+            check_regular(path, status)
             if status.st_size > _LARGEST_BYTES:
                 raise ForeignFileError(f"{path} cannot be read: {status.st_size:,} bytes are no file of its kind")
             return file.read().decode("utf-8")
@@ -185,11 +191,10 @@ def read_foreign_value(path: Path) -> Any:
         FileNotFoundError: It is not there.
         ForeignFileError: It cannot be read, is no JSON (NaN and infinity are not), or is nested too deeply.
     """
+    text = read_foreign_text(path)
     try:
-        return json.loads(read_foreign_text(path), parse_constant=_refuse_constant, parse_float=_finite)
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
     except (ValueError, RecursionError) as error:
-        if isinstance(error, ForeignFileError):
-            raise
         raise ForeignFileError(f"{path} cannot be read: {error}") from error
 
 

@@ -1,14 +1,13 @@
 """The rules about single values, and all cross-field rules in the order in which they are reported."""
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
 from itertools import chain
 from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.files import find_conf_dir
+from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import is_known, schema_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
@@ -72,7 +71,7 @@ def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """A message for every violated rule; without `launch`, none about the world size."""
     run = resolve(config)
     rules = (ranges(config), no_effect_problems(run), model_problems(run, launch), training_problems(run, launch))
-    return spell_out(chain.from_iterable(rules))
+    return list(map(spell_out, chain.from_iterable(rules)))
 
 
 def ranges(config: Config) -> Iterator[str]:
@@ -131,23 +130,14 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
         yield from fp8_shape_problems(run, accepts)
 
 
-@cache
-def _groups() -> frozenset[str]:
-    return frozenset(path.name for path in find_conf_dir().iterdir() if path.is_dir())
-
-
-def spell_out(problems: Iterable[str]) -> list[str]:
-    """The problems, with full keys after the last semicolon, where they say what to type instead."""
-    return [_spell_out(problem) for problem in problems]
-
-
-def _spell_out(problem: str) -> str:
+def spell_out(problem: str) -> str:
+    """A problem with full keys after its last semicolon, where it says what to type instead."""
     told, semicolon, offer = problem.rpartition("; ")
     section = told.partition("=")[0].rpartition(".")[0]
 
     def whole(found: re.Match[str]) -> str:
         name = found[0]
-        if is_known(name) or name in _groups():
+        if is_known(name) or name in group_names():
             return name
         keys = [key for key in schema_keys() if key.endswith(f".{name}")]
         near = [key for key in keys if key == f"{section}.{name}"] or keys

@@ -205,7 +205,7 @@ def _problems(spec: RunSpec) -> list[str]:
         *_auto_problems(spec),
         *_process_problems(spec),
     ]
-    return spell_out(found)
+    return list(map(spell_out, found))
 
 
 def _why_local_layers(spec: RunSpec) -> str:
