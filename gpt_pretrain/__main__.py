@@ -98,9 +98,14 @@ def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
     prepare_libraries()
     from gpt_pretrain.rules.machine import machine_problems
     from gpt_pretrain.spec.platform import detect_platform
+    from gpt_pretrain.spec.run_spec import build_run_spec
 
     platform = detect_platform()
-    problems = [f"{problem} [{job.name}]" for job in jobs for problem in machine_problems(job.config, launch, platform)]
+    problems = [
+        f"{problem} [{job.name}]"
+        for job in jobs
+        for problem in machine_problems(build_run_spec(job.config, launch, platform))
+    ]
     if problems:
         raise ConfigError(problems)
 

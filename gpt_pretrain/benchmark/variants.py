@@ -24,6 +24,7 @@ from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import parse_override, single_value
 from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.run_spec import build_run_spec
 
 PROFILED_STEPS = 3
 _BARE = "bare"
@@ -199,7 +200,7 @@ def variant_refusals(config: Config, platform: Platform) -> list[str]:
     # If a GPU is missing, the last rank finds none.
     last = launch.world_size - 1
     return config_problems(config, launch) or machine_problems(
-        config, replace(launch, rank=last, local_rank=last), platform
+        build_run_spec(config, replace(launch, rank=last, local_rank=last), platform)
     )
 
 

@@ -24,7 +24,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
 from gpt_pretrain.report.json_objects import JsonObject
-from gpt_pretrain.rules.check import check_config
+from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 
 TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
@@ -183,8 +183,8 @@ def forecast(config: Config) -> Forecast:
 def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | Forecast:
     config = task.load_config()
     trains = task.kind in ("app", "bare", "train")
-    if trains:
-        check_config(config, launch)
+    if trains and (problems := config_problems(config, launch)):
+        raise ConfigError(problems)
     set_environment(config)
     prepare_libraries()
     if task.kind == "forecast":

@@ -186,18 +186,13 @@ def planned_spec(config: Config) -> RunSpec:
     return build_run_spec(config, launch, platform)
 
 
-def _refusals(config: Config) -> list[str]:
-    spec = planned_spec(config)
-    return machine_problems(config, spec.launch, spec.platform)
-
-
 def platform_problems(config: Config) -> list[str]:
     """What the planned machine would refuse, with the GPUs that would accept it."""
-    problems = _refusals(config)
+    problems = machine_problems(planned_spec(config))
     if not problems:
         return []
     on_others = {gpu.name: replace(config, plan=replace(config.plan, gpu=gpu)) for gpu in GPUS}
-    fitting = [name for name, other in on_others.items() if not _refusals(other)]
+    fitting = [name for name, other in on_others.items() if not machine_problems(planned_spec(other))]
     return [f"{problem}; or plan.gpu={' or '.join(fitting)}" if fitting else problem for problem in problems]
 
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import is_known, schema_keys
 from gpt_pretrain.config.schema import Config
@@ -81,13 +80,6 @@ def ranges(config: Config) -> Iterator[str]:
             value = value_of(config, key)
             if value is not None and not is_in_range(value):
                 yield f"{key}={value} {problem}"
-
-
-def check_config(config: Config, launch: Launch) -> None:
-    """Raises `ConfigError` with every violated rule."""
-    problems = config_problems(config, launch)
-    if problems:
-        raise ConfigError(problems)
 
 
 def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:

@@ -246,7 +246,7 @@ def _shared_run_dirs(jobs: Sequence[Job]) -> list[str]:
 
 
 def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> Config:
-    """Composes and reads a configuration, by default from `conf/`; `check_config` applies the cross-field rules.
+    """Composes and reads a configuration, by default from `conf/`; `config_problems` has the cross-field rules.
 
     Raises:
         ConfigError: All unknown keys or options, wrong types and open values.

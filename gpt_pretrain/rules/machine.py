@@ -10,8 +10,6 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
-from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.rules.no_effect import value_of
@@ -187,16 +185,12 @@ def check_machine(spec: RunSpec) -> None:
     Raises:
         ConfigError: Each such setting, its reason and the way out.
     """
-    if problems := _problems(spec):
+    if problems := machine_problems(spec):
         raise ConfigError(problems)
 
 
-def machine_problems(config: Config, launch: Launch, platform: Platform) -> list[str]:
-    """What `check_machine` refuses in a configuration that breaks no cross-field rule."""
-    return _problems(build_run_spec(config, launch, platform))
-
-
-def _problems(spec: RunSpec) -> list[str]:
+def machine_problems(spec: RunSpec) -> list[str]:
+    """What `check_machine` refuses."""
     found = [
         *_fp8_problems(spec),
         *_layer_problems(spec),
