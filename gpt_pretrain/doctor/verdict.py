@@ -12,7 +12,7 @@ from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torc
 from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
-from gpt_pretrain.spec.platform import MULTICAST_OFF, RECIPE_VARIABLES, Platform, compiler_problem
+from gpt_pretrain.spec.platform import Platform, compiler_problem, environment_fields
 from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
@@ -68,10 +68,7 @@ def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> t
 
 def platform_of(facts: Facts, torch: Torch) -> Platform:
     """The machine as training describes it."""
-    variables: dict[str, Any] = {
-        "recipe_variables": {name: value for name, value in facts.environment.items() if name in RECIPE_VARIABLES},
-        "multicast_variables": {name: value for name, value in facts.environment.items() if name in MULTICAST_OFF},
-    }
+    variables = environment_fields(facts.environment)
     if not torch.gpus:
         # Without a GPU a run looks for none of the libraries.
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)

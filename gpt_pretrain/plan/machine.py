@@ -9,6 +9,7 @@ torch is imported, so that a command line that breaks a rule is refused at once.
 """
 
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
-from gpt_pretrain.spec.platform import Platform, multicast_variables, recipe_variables
+from gpt_pretrain.spec.platform import Platform, environment_fields
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
 
 # Ranks that NVLink connects: one HGX board.
@@ -179,9 +180,8 @@ def planned_spec(config: Config) -> RunSpec:
         torch_cuda=TORCH_CUDA,
         transformer_engine=TRANSFORMER_ENGINE,
         torchao=TORCHAO,
-        recipe_variables=recipe_variables(),
-        multicast_variables=multicast_variables(),
         flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
+        **environment_fields(os.environ),
     )
     return build_run_spec(config, launch, platform)
 

@@ -137,14 +137,12 @@ class Platform:
         )
 
 
-def recipe_variables() -> dict[str, str]:
-    """The `RECIPE_VARIABLES` set in the environment."""
-    return {name: os.environ[name] for name in RECIPE_VARIABLES if name in os.environ}
-
-
-def multicast_variables() -> dict[str, str]:
-    """The `MULTICAST_OFF` variables set in the environment."""
-    return {name: os.environ[name] for name in MULTICAST_OFF if name in os.environ}
+def environment_fields(environment: Mapping[str, str]) -> dict[str, Any]:
+    """The fields of `Platform` about an environment."""
+    return {
+        "recipe_variables": {name: environment[name] for name in RECIPE_VARIABLES if name in environment},
+        "multicast_variables": {name: environment[name] for name in MULTICAST_OFF if name in environment},
+    }
 
 
 def leading_version(text: str) -> tuple[int, ...]:
@@ -230,7 +228,7 @@ def detect_platform() -> Platform:
     with ended_while_importing():
         import torch
 
-    variables: dict[str, Any] = {"recipe_variables": recipe_variables(), "multicast_variables": multicast_variables()}
+    variables = environment_fields(os.environ)
     if not torch.cuda.is_available():
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
     with ended_while_importing():
