@@ -11,7 +11,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
-import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -145,11 +144,6 @@ def environment_fields(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
-def leading_version(text: str) -> tuple[int, ...]:
-    """The leading numbers of a version: "2.12.0+abc" gives (2, 12, 0)."""
-    return tuple(map(int, re.findall(r"\d+", re.split(r"[^\d.]", text)[0])))
-
-
 def _imports(module: str) -> bool:
     """Whether a module is installed and loads; an extension compiled for another torch does not."""
     if importlib.util.find_spec(module.split(".", 1)[0]) is None:
@@ -206,7 +200,7 @@ def torchao() -> tuple[str | None, str | None]:
     """TorchAO's version if it can be used, and why not if it is installed and cannot."""
     needed = ".".join(map(str, TESTED_TORCHAO))
     return _version_and_problem(
-        "torchao", needed, lambda version: leading_version(version)[:2] == TESTED_TORCHAO, _TORCHAO
+        "torchao", needed, lambda version: Version(version).release[:2] == TESTED_TORCHAO, _TORCHAO
     )
 
 
