@@ -12,6 +12,7 @@ All jobs of a sweep pass it before the first one starts.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,8 +30,8 @@ from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import (
-    CommandLine,
     lines_of,
+    override_problems,
     parse_override,
     parse_overrides,
     single_value,
@@ -185,9 +186,10 @@ def check_command(
     """
     parsed, problems = parse_overrides(overrides, loader.groups())
     loader.search_also(parsed)
-    command_line = CommandLine(loader, command)
-    accepted = [override for override in parsed if command_line.accepts(override)]
-    problems += command_line.problems
+    groups = loader.groups()
+    refused = [list(override_problems(override, loader, groups, command)) for override in parsed]
+    problems += chain.from_iterable(refused)
+    accepted = [override for override, told in zip(parsed, refused, strict=True) if not told]
     submission = None
     if multirun:
         try:

@@ -73,78 +73,66 @@ def _unread_key(path: str, command: str) -> str | None:
     return f"{path} has no effect: only {modules} {'reads' if len(readers) == 1 else 'read'} it; leave it out{way}"
 
 
-class CommandLine:
-    """Checks overrides one by one; `command` refuses keys that only other commands read, None accepts all."""
+def override_problems(override: Override, loader: Loader, groups: Sequence[str], command: str | None) -> Iterator[str]:
+    """Why Hydra may not see an override; `command` refuses keys that only other commands read, None accepts all."""
+    name = override.key_or_group
+    if not name:
+        yield f"{override.input_line}: there is no key before =; write key=value"
+    elif override.is_hydra_override() or name == "hydra":
+        return
+    elif name in groups or name in OPTIONAL_GROUPS:
+        # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
+        sets_keys = isinstance(override.value(), dict)
+        yield from _key_problems(override, groups, command) if sets_keys else _group_problems(override, loader)
+    elif "/" in name or override.package is not None:
+        yield f"{override.input_line}: there is no group {name!r}{did_you_mean(nearest_name(name, groups))}"
+    else:
+        yield from _key_problems(override, groups, command)
 
-    def __init__(self, loader: Loader, command: str | None = None) -> None:
-        self.loader = loader
-        self.command = command
-        self.groups = loader.groups()
-        self.problems: list[str] = []
 
-    def accepts(self, override: Override) -> bool:
-        """Whether Hydra may see the override; if not, `problems` gets the reasons."""
-        before = len(self.problems)
-        name = override.key_or_group
-        if not name:
-            self.problems.append(f"{override.input_line}: there is no key before =; write key=value")
-        elif not (override.is_hydra_override() or name == "hydra"):
-            if name in self.groups or name in OPTIONAL_GROUPS:
-                self._check_group(override)
-            elif "/" in name or override.package is not None:
-                nearest = did_you_mean(nearest_name(name, self.groups))
-                self.problems.append(f"{override.input_line}: there is no group {name!r}{nearest}")
-            else:
-                self._check_keys(override)
-        return len(self.problems) == before
+def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
+    group, line, value = override.key_or_group, override.input_line, override.value()
+    if override.is_delete():
+        if group not in OPTIONAL_GROUPS:
+            yield f"{line} removes keys that a run needs; choose another option instead: {group}=…"
+    elif value is None:
+        way = f"leave it out with ~{group}" if group in OPTIONAL_GROUPS else "choose one of its options"
+        yield f"{line}: Hydra takes no null for a group; {way}"
+    elif override.is_force_add() or (override.is_add() and _is_chosen(group, loader)):
+        yield f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}"
+    else:
+        chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
+        options = loader.options(group)
+        for option in chosen:
+            if isinstance(option, list):
+                yield f"{line}: a run has one option of {group}; write {group}=OPTION"
+            elif str(option) not in options:
+                instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
+                nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
+                known = f"; known: {', '.join(options)}" if options else ""
+                yield f"{line}: {group} has no option {str(option)!r}{nearest}{known}"
 
-    def _check_group(self, override: Override) -> None:
-        group, line = override.key_or_group, override.input_line
-        value = override.value()
-        if isinstance(value, dict):
-            # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
-            self._check_keys(override)
-        elif override.is_delete():
-            if group not in OPTIONAL_GROUPS:
-                self.problems.append(f"{line} removes keys that a run needs; choose another option instead: {group}=…")
-        elif value is None:
-            way = f"leave it out with ~{group}" if group in OPTIONAL_GROUPS else "choose one of its options"
-            self.problems.append(f"{line}: Hydra takes no null for a group; {way}")
-        elif override.is_force_add() or (override.is_add() and self._is_chosen(group)):
-            self.problems.append(f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}")
+
+def _is_chosen(group: str, loader: Loader) -> bool:
+    """Whether the defaults list has the group; `+` adds a user's own."""
+    return group in loader.compose([]).hydra.runtime.choices
+
+
+def _key_problems(override: Override, groups: Sequence[str], command: str | None) -> Iterator[str]:
+    path = override.key_or_group
+    if override.is_delete():
+        if is_known(path):
+            yield f"{override.input_line}: {path} cannot be removed, every run needs it; set it with {path}=…"
         else:
-            chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
-            options = self.loader.options(group)
-            for option in chosen:
-                if isinstance(option, list):
-                    self.problems.append(f"{line}: a run has one option of {group}; write {group}=OPTION")
-                elif str(option) not in options:
-                    instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
-                    nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
-                    known = f"; known: {', '.join(options)}" if options else ""
-                    self.problems.append(f"{line}: {group} has no option {str(option)!r}{nearest}{known}")
-
-    def _is_chosen(self, group: str) -> bool:
-        """Whether the defaults list has the group; `+` adds a user's own."""
-        return group in self.loader.compose([]).hydra.runtime.choices
-
-    def _check_keys(self, override: Override) -> None:
-        line = str(override.input_line)
-        value = single_value(override)
-        if override.is_delete():
-            path = override.key_or_group
-            if is_known(path):
-                self.problems.append(f"{line}: {path} cannot be removed, every run needs it; set it with {path}=…")
-            else:
-                self.problems.append(unknown_key(path, self.groups))
-            return
-        for path, leaf in flatten(value, override.key_or_group):
-            if path in schema_sections() and not override.is_sweep_override():
-                self.problems.append(section_problem(path, leaf))
-            elif not is_known(path):
-                self.problems.append(unknown_key(path, self.groups))
-            elif self.command is not None and (unread := _unread_key(path, self.command)) is not None:
-                self.problems.append(unread)
+            yield unknown_key(path, groups)
+        return
+    for path, leaf in flatten(single_value(override), override.key_or_group):
+        if path in schema_sections() and not override.is_sweep_override():
+            yield section_problem(path, leaf)
+        elif not is_known(path):
+            yield unknown_key(path, groups)
+        elif command is not None and (unread := _unread_key(path, command)) is not None:
+            yield unread
 
 
 def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterator[list[str]]:
@@ -229,7 +217,7 @@ def _with_quoted_elements(text: str) -> str | None:
     return f"{name}=[{quoted}]" if is_read(f"{name}=[{quoted}]") else None
 
 
-def parse_overrides(overrides: Sequence[str], groups: Sequence[str] = ()) -> tuple[list[Override], list[str]]:
+def parse_overrides(overrides: Sequence[str], groups: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that follow Hydra's grammar, and a problem for each that does not."""
     parsed: list[Override] = []
     problems: list[str] = []
