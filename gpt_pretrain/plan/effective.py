@@ -22,7 +22,7 @@ from gpt_pretrain.spec.core_fields import (
     transformer_fields,
 )
 from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Gemm, Linear, gemms
+from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
 from gpt_pretrain.spec.recipes import DELAYED_KEYS
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -204,7 +204,7 @@ def _shape_problem(spec: RunSpec, gemm: Gemm) -> str:
     """The problem of a product that may run in FP8: the LM head and routers never do, rows of experts are padded."""
     kind, m, k = gemm.linear.kind, gemm.m, gemm.k
     alignment = ALIGNMENT if spec.fp8 is None else spec.fp8.recipe.alignment
-    if gemm.linear.layer < 0 or kind == ROUTER:
+    if not gemm.linear.can_be_fp8:
         return ""
     if kind in (EXPERT_FC1, EXPERT_FC2):
         m, k = (m, alignment) if gemm.phase == "wgrad" else (alignment, k)

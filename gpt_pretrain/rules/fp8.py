@@ -15,7 +15,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.spec.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.spec.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.spec.products import ROUTER, Resolved, linears, shapes_of
+from gpt_pretrain.spec.products import Resolved, linears, shapes_of
 from gpt_pretrain.spec.recipes import RECIPES, recipes_for, recipes_of
 
 # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
@@ -183,7 +183,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     """Exclusion patterns that have no effect."""
-    names = [linear.module for linear in run.linears if linear.layer >= 0 and linear.kind != ROUTER]
+    names = [linear.module for linear in run.linears if linear.can_be_fp8]
     # Out without any pattern: the first and last layers.
     out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
     for pattern in settings.exclude:

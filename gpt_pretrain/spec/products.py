@@ -60,6 +60,11 @@ class Linear:
     """Why it is not in FP8; empty if it is."""
 
     @property
+    def can_be_fp8(self) -> bool:
+        """Whether FP8 is for it at all: not for the LM head, nor for routers."""
+        return self.layer >= 0 and self.kind != ROUTER
+
+    @property
     def is_small(self) -> bool:
         """Whether it is kept out as too small to gain."""
         return self.reason == _TOO_SMALL
@@ -217,8 +222,7 @@ class Resolved:
         """The linear layers that settings keep out of FP8, in forward order."""
         if self.fp8 is None:
             return ()
-        could_be = (linear for linear in self.linears if linear.layer >= 0 and linear.kind != ROUTER)
-        return tuple(linear for linear in could_be if linear.precision != "fp8")
+        return tuple(linear for linear in self.linears if linear.can_be_fp8 and linear.precision != "fp8")
 
     @property
     def fp8_flops_share(self) -> float:
