@@ -13,7 +13,7 @@ from gpt_pretrain.config.errors import ConfigError, how_to_install
 from gpt_pretrain.launch.ranks import rank_zero_of, read_launch
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.rules.shapes import attention_heads, rotated_pairs, sequence, widths_over_tensor_ranks
+from gpt_pretrain.rules.shapes import division_problems
 from tests.refusals import Refused, check_refused, compose_quickly, offered
 
 LEAN = "model.optim.use_precision_aware_optimizer=true model.use_distributed_optimizer=true"
@@ -604,12 +604,7 @@ def test_what_is_offered_instead_of_heads_and_groups_is_legal(layout):
 
 
 def heads_and_ranks(model, launch):
-    return [
-        *attention_heads(model, launch),
-        *rotated_pairs(model),
-        *widths_over_tensor_ranks(model),
-        *sequence(model),
-    ]
+    return list(division_problems(model, launch, lambda *_: True))
 
 
 def test_wandb_is_refused_where_only_a_folder_has_its_name(broken_rules, tmp_path, monkeypatch):

@@ -111,7 +111,7 @@ def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
     def is_legal(size: int) -> bool:
         candidate = replace(model, tensor_model_parallel_size=size)
         fits = launch is None or launch.world_size % model_parallel_size(candidate) == 0
-        return fits and not [*widths_over_tensor_ranks(candidate), *sequence(candidate)]
+        return fits and not [*_widths_over_tensor_ranks(candidate, _whatever), *_sequence(candidate, _whatever)]
 
     heads, groups = model.num_attention_heads, num_query_groups(model)
     sizes = [size for size in divisors(math.gcd(heads, groups)) if is_legal(size)]
@@ -120,7 +120,7 @@ def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
     return "model.tensor_model_parallel_size=1" + (" with model.sequence_parallel=false" * model.sequence_parallel)
 
 
-def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts = _whatever) -> Iterator[str]:
+def _attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
     """Heads over width, groups and tensor-parallel ranks."""
     heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
     asked, tensor_parallel = f"model.num_attention_heads={heads}", f"model.tensor_model_parallel_size={tp}"
@@ -142,7 +142,7 @@ def attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts 
         yield indivisible(f"model.num_query_groups={groups}", tensor_parallel, *ways)
 
 
-def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+def _rotated_pairs(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
     """The number of channels that rope rotates must be even."""
     hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
     if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
@@ -163,7 +163,7 @@ def rotated_pairs(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[
     yield f"{cause}, and rope rotates pairs of channels; {way}"
 
 
-def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+def _widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
     """Matrices and embedding rows that tensor-parallel ranks split."""
     tp = model.tensor_model_parallel_size
     tensor_parallel = f"model.tensor_model_parallel_size={tp}"
@@ -181,7 +181,14 @@ def widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts = _whatever) -
         yield indivisible(padded, tensor_parallel, f"model.make_vocab_size_divisible_by={multiple}")
 
 
-def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
+def _sequence_step(model: ModelConfig) -> int:
+    """What a sequence must be a multiple of, to be split over ranks."""
+    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
+    # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
+    return math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
+
+
+def _sequence(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
     """Sequence and context parallelism."""
     tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
     if model.sequence_parallel and tp == 1:
@@ -192,8 +199,7 @@ def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
     if cp > 1 and model.transformer_engine is False:
         why, ways = "it needs Transformer Engine's attention", ("context_parallel_size=1", "transformer_engine=null")
         yield refusal(f"model.context_parallel_size={cp}", "model.transformer_engine=false", why, *ways)
-    # Each context-parallel rank takes two slices, one from either half, which balances the causal mask.
-    need = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
+    need = _sequence_step(model)
     if length % need:
         causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
         causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
@@ -203,10 +209,10 @@ def sequence(model: ModelConfig, accepts: Accepts = _whatever) -> Iterator[str]:
 
 def division_problems(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
     """All rules above; without `launch`, none about the world size."""
-    yield from attention_heads(model, launch, accepts)
-    yield from rotated_pairs(model, accepts)
-    yield from widths_over_tensor_ranks(model, accepts)
-    yield from sequence(model, accepts)
+    yield from _attention_heads(model, launch, accepts)
+    yield from _rotated_pairs(model, accepts)
+    yield from _widths_over_tensor_ranks(model, accepts)
+    yield from _sequence(model, accepts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -278,8 +284,6 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
     """Rows of the activations: the tokens of a microbatch, and those that a rank casts itself."""
     unit, tp, cp = settings.recipe.alignment, model.tensor_model_parallel_size, model.context_parallel_size
     micro, length = model.micro_batch_size, model.encoder_seq_length
-    # `sequence` requires these divisors anyway, so every value offered here is legal.
-    divisible = math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
     # An expert's tokens are padded, whatever their number.
     of_sequences = [linear for kind, linear in fp8.items() if kind not in _OF_EXPERTS]
     if not of_sequences:
@@ -293,7 +297,8 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
         needs.append((columns[0].local_tokens, cp * tp, rows, why))
     near = multiples_near(micro, math.lcm(*(_step(length, ranks * rows) for _, ranks, rows, _ in needs)))[-1]
     for tokens, ranks, rows, rule in needs:
-        step = math.lcm(_step(micro, ranks * rows), divisible)
+        # `_sequence` requires the second anyway, so every value offered here is legal.
+        step = math.lcm(_step(micro, ranks * rows), _sequence_step(model))
         yield _Need(
             key="encoder_seq_length",
             value=length,
