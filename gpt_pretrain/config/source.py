@@ -33,14 +33,10 @@ from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import check_yaml, find_conf_dir
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 
-HYDRA_VERSION_BASE = "1.3"
 JOB_NAME = "gpt_pretrain"
 
 # Settings of Hydra that a foreign file may have. Others make Hydra import, call, create, export or submit something.
 _MAY_SET = re.compile(r"hydra\.(?:launcher\.(?:nodes|gpus_per_node|tasks_per_node)|sweeper\.params\..+)$")
-
-# What Hydra's composition raises for a user's mistakes.
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -173,7 +169,7 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, source: Source) -> None:
         check_source(source)
-        version.setbase(HYDRA_VERSION_BASE)
+        version.setbase("1.3")
         setup_globals()
         JobRuntime.instance().set("name", JOB_NAME)
         search_path = create_config_search_path(str(source.config_path.resolve()))
@@ -292,7 +288,7 @@ def _told_as_config_error() -> Iterator[None]:
         raise ConfigError(
             ["the configuration refers to itself endlessly, in a defaults list or a value; look for such a file"]
         ) from error
-    except COMPOSITION_ERRORS as error:
+    except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError([composition_problem(error)]) from error
 
 

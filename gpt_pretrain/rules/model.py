@@ -23,14 +23,13 @@ from gpt_pretrain.spec.products import Resolved
 from gpt_pretrain.spec.recipes import recipes_for
 
 # Counts; the rules divide by them.
-_COUNTED = (
+_COUNTS = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
     "global_batch_size tensor_model_parallel_size pipeline_model_parallel_size "
     "virtual_pipeline_model_parallel_size context_parallel_size activations_checkpoint_num_layers num_moe_experts "
     "moe_ffn_hidden_size moe_router_topk expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size"
 )
-COUNTS = tuple(_COUNTED.split())
 # With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
 # By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
@@ -54,7 +53,7 @@ _NOT_COMPILED = {
 
 def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
     """Counts, by which other rules divide."""
-    for name in COUNTS:
+    for name in _COUNTS.split():
         value = getattr(model, name)
         if value is not None and value < 1:
             yield f"model.{name}={value} is not positive; use {_LEAST.get(name, 1)} or more"
