@@ -7,16 +7,11 @@ Combinations that no test trains are refused as unproven.
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
-from gpt_pretrain.config.derived import (
-    data_parallel_size,
-    expert_tensor_parallel_size,
-    moe_ffn_hidden_size,
-    num_microbatches,
-)
+from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import indivisible, refusal, refusals
+from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
 from gpt_pretrain.spec.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.spec.kernels import permutation_obstacles
 from gpt_pretrain.spec.products import Resolved
@@ -94,9 +89,7 @@ def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstac
         yield f"model.activations_checkpoint_granularity={granularity.name}", "not proven with recomputed layers"
     if run.config.trainer.precision is Precision.fp32:
         yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 only"
-    # Another rule refuses fewer ranks than the layout has parts.
-    fits = launch is not None and data_parallel_size(model, launch.world_size) > 0
-    if launch is not None and fits and num_microbatches(model, launch.world_size) == 1:
+    if launch is not None and batch_fits(model, launch) and num_microbatches(model, launch.world_size) == 1:
         batch = f"model.global_batch_size={model.global_batch_size} and model.micro_batch_size={model.micro_batch_size}"
         yield batch, "a step has one microbatch, and no other one to overlap with"
 

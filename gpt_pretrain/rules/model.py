@@ -100,7 +100,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             way = f"a product of {sizes}"
         near = one_of(multiples_near(model.num_layers, chunks))
         yield indivisible(f"model.num_layers={model.num_layers}", divisor, near, way)
-    if vp is not None and launch is not None and _batch_fits(model, launch):
+    if vp is not None and launch is not None and batch_fits(model, launch):
         microbatches = num_microbatches(model, launch.world_size)
         if microbatches % pp:
             per_step = model.global_batch_size // microbatches
@@ -111,7 +111,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             )
 
 
-def _batch_fits(model: ModelConfig, launch: Launch) -> bool:
+def batch_fits(model: ModelConfig, launch: Launch) -> bool:
     """Whether a whole number of microbatches makes the global batch."""
     ranks, rest = divmod(launch.world_size, model_parallel_size(model))
     return rest == 0 and model.global_batch_size % (model.micro_batch_size * ranks) == 0
@@ -127,7 +127,7 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
             f"model.context_parallel_size={model.context_parallel_size} needs a multiple of {size} processes, and this "
             f"run has {world}; {launch.how_to_start(size)}, or choose a layout whose product divides {world}"
         )
-    elif not _batch_fits(model, launch):
+    elif not batch_fits(model, launch):
         ranks = world // size
         batch, samples = model.global_batch_size, model.micro_batch_size * ranks
         divisor = f"model.micro_batch_size={model.micro_batch_size} × {ranks} data-parallel ranks = {samples}"
