@@ -127,7 +127,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
             yield refusal(padding, "model.fp8=false", pads, "false", "fp8=tensorwise")
         return
     if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
-        asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", one_of(recipes_for("num_moe_experts"))
+        asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", recipes_for("num_moe_experts")
         if run.fp8.backend is Fp8Backend.torchao:
             # A preset does not change the engine of the command line.
             asked, ways = "model.fp8_backend=torchao", f"{ways} with fp8_backend=null"

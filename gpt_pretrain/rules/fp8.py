@@ -111,7 +111,7 @@ def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
     if (why := settings.recipe.why_not("fp8_dot_product_attention")) is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
         why += ", and FP8 attention is Transformer Engine's, with scales per tensor"
-        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={one_of(recipes_for('fp8_dot_product_attention'))}"
+        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={recipes_for('fp8_dot_product_attention')}"
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
         selective = "model.activations_checkpoint_granularity=selective"
@@ -140,10 +140,10 @@ def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
         yield "model.use_distributed_optimizer=false", only, "use_distributed_optimizer=null or true"
     name = config.model.optim.name
     if not OPTIMIZERS[name].has_distributed_form:
-        ways = f"optim.name={' or '.join(names_with('has_distributed_form'))}"
+        ways = f"optim.name={names_with('has_distributed_form')}"
         yield f"model.optim.name={name.name}", f"{only}, and megatron-core has no distributed form of this one", ways
     if (why := settings.recipe.why_not("fp8_params")) is not None:
-        ways = f"fp8={one_of(recipes_for('fp8_params', backend=settings.backend))}"
+        ways = f"fp8={recipes_for('fp8_params', backend=settings.backend)}"
         yield f"model.fp8_recipe={settings.recipe.name}", why, ways
     if settings.emulate and settings.backend is Fp8Backend.transformer_engine:
         why = "emulated layers keep high-precision weights and quantize the same values at each product"
@@ -161,7 +161,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     if (why := settings.recipe.why_not("first_last_layers_bf16")) is not None:
         yield (
             f"model.first_last_layers_bf16=true with model.fp8_recipe={settings.recipe.name}: {why}; use "
-            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={one_of(recipes_for("first_last_layers_bf16"))}'
+            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={recipes_for("first_last_layers_bf16")}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
     for key, other in zip(keys, reversed(keys), strict=True):

@@ -271,7 +271,7 @@ def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacl
         yield f"model.hidden_size={model.hidden_size}", "it splits a layer's output in four", f"hidden_size={near}"
     if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
         why = f"{why}, and only tensors with one scale are exchanged"
-        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={one_of(recipes_for('tp_comm_overlap'))}"
+        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={recipes_for('tp_comm_overlap')}"
     if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
         why = f"it works within a node, and {launch.local_world_size} processes do not hold whole groups of this size"
         yield f"model.tensor_model_parallel_size={tp}", why

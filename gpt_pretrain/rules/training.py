@@ -23,7 +23,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
     warmup_steps,
 )
-from gpt_pretrain.config.errors import ConfigError, how_to_install, one_of, show
+from gpt_pretrain.config.errors import ConfigError, how_to_install, show
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import refusal, refusals
@@ -70,7 +70,7 @@ def _optimizer(config: Config) -> Iterator[str]:
         off += " with overlap_param_gather=false" * config.model.overlap_param_gather
         off += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
-        ways = " or ".join(names_with("has_distributed_form")), off
+        ways = names_with("has_distributed_form"), off
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
 
 
@@ -131,7 +131,7 @@ def _untested(run: Resolved) -> Iterator[str]:
     feature = "fp8_params with use_precision_aware_optimizer"
     if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(feature)) is not None:
         fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-        ways = f"fp8={one_of(recipes_for('fp8_params', feature))}", "use_precision_aware_optimizer=false"
+        ways = f"fp8={recipes_for('fp8_params', feature)}", "use_precision_aware_optimizer=false"
         yield refusal(_ASKED, fp8, why, *ways)
     if not (model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1):
         return
@@ -157,7 +157,7 @@ def _small_states(run: Resolved) -> Iterator[str]:
     if not optim.use_precision_aware_optimizer:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
-        names = " or ".join(names_with("has_small_states"))
+        names = names_with("has_small_states")
         also = " with use_distributed_optimizer=false" * bool(model.use_distributed_optimizer)
         asked = f"model.optim.name={optim.name.name}"
         yield refusal(_ASKED, asked, f"it is a form of {names}", f"optim.name={names}", off + also)

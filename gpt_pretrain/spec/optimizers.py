@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from gpt_pretrain.config.choices import MomentDtype, OptimizerName
+from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import OptimConfig
 from gpt_pretrain.kernels import SCALED_BLOCK
 
@@ -63,6 +64,6 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
 }
 
 
-def names_with(column: str) -> list[str]:
-    """Names of the optimizers whose field `column` is true, for messages."""
-    return [name.name for name, optimizer in OPTIMIZERS.items() if getattr(optimizer, column)]
+def names_with(column: str) -> str:
+    """Names of the optimizers whose field `column` is true, as messages offer them."""
+    return one_of([name.name for name, optimizer in OPTIMIZERS.items() if getattr(optimizer, column)])

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.errors import one_of
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -279,6 +280,6 @@ def recipes_of(backend: Fp8Backend) -> list[Recipe]:
     return [recipe for recipe in RECIPES.values() if recipe.backend is backend]
 
 
-def recipes_for(*features: str, backend: Fp8Backend = Fp8Backend.transformer_engine) -> list[str]:
-    """Presets of an engine's recipes that can be combined with all these features, for messages."""
-    return [recipe.preset for recipe in recipes_of(backend) if not any(map(recipe.why_not, features))]
+def recipes_for(*features: str, backend: Fp8Backend = Fp8Backend.transformer_engine) -> str:
+    """Presets of an engine's recipes that can be combined with all these features, as messages offer them."""
+    return one_of([recipe.preset for recipe in recipes_of(backend) if not any(map(recipe.why_not, features))])
