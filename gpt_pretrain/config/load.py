@@ -4,7 +4,7 @@ It is read value by value, so that all wrong values are reported together.
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -154,25 +154,17 @@ def load_saved_config(path: Path) -> Config:
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
     """`read_config` for what a run of this or an earlier version (`_LATER_KEYS`) has saved."""
-    looked_up = _interpolations(saved)
-    if looked_up:
+    if looked_up := list(_interpolations(OmegaConf.to_container(saved, resolve=False))):
         return None, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
     whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
     assert isinstance(whole, DictConfig)
     return read_config(whole)
 
 
-def _interpolations(node: DictConfig | ListConfig, path: str = "") -> list[str]:
+def _interpolations(value: Any, path: str = "") -> Iterator[str]:
     """Dotted keys of values that OmegaConf would look up (`${…}`), for example in the environment."""
-    found: list[str] = []
-    names: list[Any] = list(node) if isinstance(node, DictConfig) else list(range(len(node)))
-    for name in names:
-        child: Any = node._get_node(name)
-        where = f"{path}{name}"
-        if OmegaConf.is_interpolation(node, name):
-            # OmegaConf also says so of an escaped one, which is plain text.
-            if _LOOKED_UP.search(child._value()):
-                found.append(where)
-        elif isinstance(child, DictConfig | ListConfig) and not child._is_none() and not child._is_missing():
-            found += _interpolations(child, f"{where}.")
-    return found
+    if isinstance(value, str) and _LOOKED_UP.search(value):
+        yield path
+    members = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, member in members:
+        yield from _interpolations(member, f"{path}.{name}" if path else str(name))

@@ -228,7 +228,7 @@ def check_command(
         if not wrong:
             jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
     problems += _told_once(found)
-    problems += _shared_run_dirs(jobs) if multirun else []
+    problems += _shared_run_dirs(jobs)
     if problems:
         raise ConfigError(list(dict.fromkeys(problems)))
     return jobs

@@ -145,7 +145,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
     model, platform = spec.model, spec.platform
     unasked = model.transformer_engine is None and not local_layers(model)
     if platform.cuda and platform.transformer_engine is None and unasked:
-        why = platform.transformer_engine_problem or f"it is not installed; {how_to_install('te')}"
+        why = platform.why_no_transformer_engine
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
     if platform.flash_attention_problem is not None and model.use_flash_attention is None:
         mended = replace(platform, flash_attention=OLDEST_FLASH_ATTENTION)
