@@ -230,7 +230,8 @@ def _recipe_facts(settings: Fp8Settings, meta: Any) -> Iterator[tuple[str, str, 
         yield "amax reduced over ranks", "True", str(live.reduce_amax)
     if recipe.scales_flag is not None:
         flag, if_true, if_false = recipe.scales_flag
-        yield "scales", recipe.scales, if_true if getattr(live, flag) else if_false
+        planned = "powers of two" if recipe.powers_of_two else "any"
+        yield "scales", planned, if_true if getattr(live, flag) else if_false
 
 
 def _weight_storage(module: torch.nn.Module) -> str:

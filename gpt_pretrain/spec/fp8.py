@@ -96,9 +96,8 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     if not model.fp8:
         return None
     backend = model.fp8_backend or Fp8Backend.transformer_engine
-    own = recipes_of(backend)
-    named = [each for each in (*own, *RECIPES.values()) if model.fp8_recipe in (None, Fp8RecipeName[each.name])]
-    recipe = named[0]
+    known = (*recipes_of(backend), *RECIPES.values())
+    recipe = next(each for each in known if model.fp8_recipe in (None, Fp8RecipeName[each.name]))
     unset = recipe.has_own_formats or (model.fp8_e4m3 is None and model.fp8_hybrid is None)
     # As in NeMo, fp8_e4m3 wins over fp8_hybrid.
     e4m3 = recipe.e4m3 if unset else bool(model.fp8_e4m3)

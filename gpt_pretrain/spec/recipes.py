@@ -85,8 +85,6 @@ class Recipe:
     """`cuda_graph_impl=null` chooses graphs for small layers."""
     scales_flag: tuple[str, str, str] | None = None
     """A field of TE's recipe, and what scales are where it is true and where it is false."""
-    scales: str = ""
-    """What they must be."""
     capability: tuple[tuple[int, int], tuple[int, int] | None] = ((8, 9), None)
     """CUDA compute capabilities: the first that works, and the first too new (TE's `check_recipe_support`)."""
     cuda: tuple[int, int] | None = None
@@ -200,7 +198,6 @@ _TE = (
         finer="fp8=blockwise",
         gains_by_graphs=True,
         scales_flag=("use_power_2_scales", "powers of two", "any"),
-        scales="any",
         refusals={
             "fp8_params with tp_comm_overlap": "FP8 weights with user buffers were tested under delayed scaling only",
             "activation_cast_fusion with tp_comm_overlap": "tested with user buffers under delayed scaling only",
@@ -220,7 +217,6 @@ _TE = (
         gathers_blocks=True,
         powers_of_two=True,
         scales_flag=("use_f32_scales", "any", "powers of two"),
-        scales="powers of two",
         capability=((9, 0), None),
         cuda=(12, 9),
         hardware="compute capability 9.0 and CUDA 12.9 or newer",
