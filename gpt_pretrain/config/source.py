@@ -195,12 +195,10 @@ class Loader(ConfigLoaderImpl):
         if key not in self._composed:
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
             # Checked here because Hydra composes nowhere else, and acts on the result.
-            for default in self._merged:
-                foreign = None if default.config_path is None else self._files.foreign_file(default.config_path)
+            for default, file in self._read(self._merged):
+                foreign = self._files.foreign_file(str(default.config_path))
                 if foreign is not None:
-                    file = self._files.read(str(default.config_path))
-                    assert file is not None, "Hydra lists only files that it found"
-                    _check_hydras_own(foreign, file.value, default.package or "")
+                    _check_hydras_own(foreign, file, default.package or "")
             self._composed[key] = _Original(composed), self._merged
         return self._composed[key][0].copy()
 
@@ -242,8 +240,10 @@ class Loader(ConfigLoaderImpl):
 
     def files(self, overrides: Sequence[str]) -> Iterator[tuple[ResultDefault, ConfigResult]]:
         """The YAML files of an earlier composition in the order of merging, not to be changed."""
-        _, merged = self._composed[RunMode.RUN.name, *overrides]
-        for default in merged:
+        return self._read(self._composed[RunMode.RUN.name, *overrides][1])
+
+    def _read(self, defaults: Sequence[ResultDefault]) -> Iterator[tuple[ResultDefault, ConfigResult]]:
+        for default in defaults:
             if default.config_path is not None:
                 file = self._files.read(default.config_path)
                 assert file is not None, "Hydra lists only files that it found"
