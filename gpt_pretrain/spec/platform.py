@@ -146,8 +146,6 @@ def environment_fields(environment: Mapping[str, str]) -> dict[str, Any]:
 
 def _imports(module: str) -> bool:
     """Whether a module is installed and loads; an extension compiled for another torch does not."""
-    if importlib.util.find_spec(module.split(".", 1)[0]) is None:
-        return False
     try:
         importlib.import_module(module)
     except ImportError:
