@@ -11,7 +11,7 @@ import pytest
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS as PLANNED
@@ -19,7 +19,7 @@ from gpt_pretrain.rules import no_effect
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.rules.no_effect import given_without_effect, value_of, why_no_effect
+from gpt_pretrain.rules.no_effect import given_without_effect, why_no_effect
 from gpt_pretrain.spec.products import resolve
 from tests.forked_runs import fork_ranks
 from tests.platforms import CPU, H200, spec_of

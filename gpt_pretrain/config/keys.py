@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from functools import cache
+from operator import attrgetter
 
 from gpt_pretrain.config import choices, schema
 
@@ -241,6 +242,11 @@ def is_known(path: str) -> bool:
     parent, _, leaf = path.rpartition(".")
     key = schema_keys().get(parent)
     return key is not None and (key.kind is dict or (key.kind is list and leaf.isdigit()))
+
+
+def value_of(config: schema.Config, path: str) -> typing.Any:
+    """The value of a key."""
+    return attrgetter(path)(config)
 
 
 def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any]]:

@@ -12,7 +12,8 @@ from typing import Any
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of, show
-from gpt_pretrain.rules.no_effect import value_of, why_no_effect
+from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.spec.core_fields import (
     Field,
     HighPrecision,

@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Any
 
 from gpt_pretrain.config.files import group_names
-from gpt_pretrain.config.keys import is_known, schema_keys
+from gpt_pretrain.config.keys import is_known, schema_keys, value_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
@@ -21,7 +21,7 @@ from gpt_pretrain.rules.model import (
     tensor_parallel_overlap,
     world_and_batch,
 )
-from gpt_pretrain.rules.no_effect import no_effect_problems, value_of
+from gpt_pretrain.rules.no_effect import no_effect_problems
 from gpt_pretrain.rules.shapes import Accepts, division_problems, fp8_shape_problems
 from gpt_pretrain.rules.training import training_problems
 from gpt_pretrain.spec.products import Resolved, resolve

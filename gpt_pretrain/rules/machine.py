@@ -12,9 +12,9 @@ from packaging.version import Version
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
+from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.rules.model import refusal
-from gpt_pretrain.rules.no_effect import value_of
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.spec.platform import (

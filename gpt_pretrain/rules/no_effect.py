@@ -6,7 +6,7 @@ YAML must name a real value, as for Adam's betas, only the command line shows th
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache, reduce
+from functools import cache
 from typing import Any
 
 from gpt_pretrain.config.choices import (
@@ -27,7 +27,7 @@ from gpt_pretrain.config.choices import (
 )
 from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.errors import one_of, show
-from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from gpt_pretrain.spec.products import Resolved, resolve
@@ -80,11 +80,6 @@ class NoEffect:
         if self.silent is not None:
             return value not in self.silent
         return value is not None and (schema_keys()[self.key].optional or bool(value))
-
-
-def value_of(config: Config, key: str) -> Any:
-    """The value of a dotted key."""
-    return reduce(getattr, key.split("."), config)
 
 
 def _if(holds: Callable[[Resolved], bool], why: str) -> Why:
