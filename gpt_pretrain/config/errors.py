@@ -95,7 +95,7 @@ def format_seconds(seconds: float) -> str:
 def install_command(extra: str) -> str:
     """The command of docs/gpu.md that installs an extra. The package is on no registry: it comes from the checkout."""
     # Transformer Engine is built against the installed PyTorch.
-    isolation = "--no-build-isolation " * (extra == "te")
+    isolation = "--no-build-isolation " if extra == "te" else ""
     return f"python -m pip install {isolation}-c constraints.txt -e '.[{extra}]'"
 
 

@@ -24,7 +24,7 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
         yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
     elif not 2 <= model.moe_router_topk <= experts:
         # A softmax over the score of one expert is 1, whatever the router says.
-        why = ": one expert alone has weight 1, and the router learns nothing" * (model.moe_router_topk == 1)
+        why = ": one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""
         yield (
             f"model.moe_router_topk={model.moe_router_topk} with model.num_moe_experts={experts}{why}; "
             f"use {one_of(range(2, experts + 1))}"

@@ -127,7 +127,7 @@ def _fp8_problems(spec: RunSpec) -> Iterator[str]:
     emulate = f"{emulation(spec.model)} computes the same values here, exactly but slowly"
     problem = _why_no_fp8(platform, settings.backend)
     if problem is not None:
-        engine = f" with model.fp8_backend={settings.backend.name}" * (settings.backend is Fp8Backend.torchao)
+        engine = " with model.fp8_backend=torchao" if settings.backend is Fp8Backend.torchao else ""
         yield f"model.fp8=true{engine} needs {problem}; {emulate}"
         return
     problem = _why_no_scaling(platform, settings.recipe)

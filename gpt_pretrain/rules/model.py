@@ -208,7 +208,8 @@ def compile_problems(run: Resolved) -> Iterator[str]:
             key, _, instead = setting.partition("=")
             value = getattr(model, key)
             if value and show(value) not in (instead, CudaGraphImpl.none.name):
-                yield refusal(asked, f"model.{key}={show(value)}", why, "compile=false", *([setting] * bool(instead)))
+                ways = ("compile=false", setting) if instead else ("compile=false",)
+                yield refusal(asked, f"model.{key}={show(value)}", why, *ways)
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
@@ -260,8 +261,11 @@ def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacl
     if tp == 1 or not model.sequence_parallel:
         layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"
         yield layout, "it overlaps exchanges along the sequence, and there are none", "parallelism=tp2_sp"
-    if cause := local_layers(model) or "model.transformer_engine=false" * (model.transformer_engine is False):
-        yield cause, "it needs Transformer Engine's linear layers"
+    local = local_layers(model)
+    if not local and model.transformer_engine is False:
+        local = "model.transformer_engine=false"
+    if local:
+        yield local, "it needs Transformer Engine's linear layers"
     if model.num_moe_experts is not None:
         yield f"model.num_moe_experts={model.num_moe_experts}", "it has no buffers for experts"
     for setting in _untested_with_overlap(run):

@@ -158,12 +158,13 @@ def _small_states(run: Resolved) -> Iterator[str]:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
         names = names_with("has_small_states")
-        also = " with use_distributed_optimizer=false" * bool(model.use_distributed_optimizer)
+        also = " with use_distributed_optimizer=false" if model.use_distributed_optimizer else ""
         asked = f"model.optim.name={optim.name.name}"
         yield refusal(_ASKED, asked, f"it is a form of {names}", f"optim.name={names}", off + also)
     if not uses_distributed_optimizer(model):
         why = "it is a form of the distributed optimizer"
-        why += ", which null leaves out here" * (model.use_distributed_optimizer is None)
+        if model.use_distributed_optimizer is None:
+            why += ", which null leaves out here"
         sharded = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
         yield refusal(_ASKED, sharded, why, "use_distributed_optimizer=true (on one GPU, too)", off)
     if run.config.trainer.precision is Precision.fp32:
