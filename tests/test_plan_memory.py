@@ -45,6 +45,16 @@ MEASURED = {
     "GPT 12.8B, micro batch 1": (("experiment=gpt_12_8b_1gpu", "model.micro_batch_size=1"), 119.7),
     "GPT 15.4B, the same and recomputed": (("experiment=gpt_15_4b_1gpu",), 133.2),
     "GPT 15.4B, micro batch 1": (("experiment=gpt_15_4b_1gpu", "model.micro_batch_size=1"), 131.9),
+    "8B, two layers, eight ranks": (
+        (
+            "experiment=llama3_8b_8gpu",
+            "fp8=delayed",
+            "model.fp8_params=true",
+            "model.num_layers=2",
+            "model.global_batch_size=8",
+        ),
+        8.62,
+    ),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),
