@@ -152,7 +152,11 @@ BAD_INPUTS = {
     ),
     "batch": (["model.global_batch_size=20"], [("model.global_batch_size=20 ", "micro_batch_size=8", "use 16 or 24")]),
     "devices": (
-        ["trainer.devices=8"],
+        ["trainer.devices=2", "model.micro_batch_size=4"],
+        [("trainer.devices=2,", "torchrun --nproc-per-node 2 ", "leave trainer.devices out")],
+    ),
+    "a preset for eight GPUs without a launcher": (
+        ["experiment=llama3_8b_8gpu", "trainer.precision=bf16"],
         [("trainer.devices=8,", "torchrun --nproc-per-node 8 ", "leave trainer.devices out")],
     ),
     "time": (["trainer.max_time=2h"], [("trainer.max_time='2h' ", 'trainer.max_time="00:02:30:00"')]),

@@ -153,8 +153,8 @@ RULES = {
         offers="model.global_batch_size=16,24",
     ),
     "devices": Refused(
-        "trainer.devices=8",
-        told="trainer.devices=8 1 --nproc-per-node",
+        "trainer.devices=2",
+        told="trainer.devices=2 1 --nproc-per-node",
         offers="~trainer.devices",
         legal="trainer.devices=1",
     ),

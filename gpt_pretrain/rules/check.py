@@ -23,7 +23,7 @@ from gpt_pretrain.rules.model import (
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
 from gpt_pretrain.rules.shapes import Accepts, division_problems, fp8_shape_problems
-from gpt_pretrain.rules.training import training_problems
+from gpt_pretrain.rules.training import asked_launch, training_problems
 from gpt_pretrain.spec.products import Resolved, resolve
 
 # A condition on a value, what a message says where it does not hold, and the keys that it is for.
@@ -41,7 +41,7 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
         "model.optim.sched.decay_steps model.optim.sched.wsd_decay_steps model.data.num_dataset_builder_threads "
         "trainer.max_steps trainer.log_every_n_steps trainer.val_check_interval trainer.hang_timeout "
         "trainer.max_skipped_steps trainer.spike_threshold trainer.max_spike_rewinds trainer.spike_margin "
-        "checkpoint.save_interval checkpoint.keep_last checkpoint.keep_every",
+        "trainer.devices trainer.num_nodes checkpoint.save_interval checkpoint.keep_last checkpoint.keep_every",
     ),
     (
         lambda value: value >= 1,
@@ -69,7 +69,8 @@ _NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """A message for every violated rule; without `launch`, none about the world size."""
     run = resolve(config)
-    rules = (ranges(config), no_effect_problems(run), model_problems(run, launch), training_problems(run, launch))
+    asked = None if launch is None else asked_launch(config.trainer, launch)
+    rules = (ranges(config), no_effect_problems(run), model_problems(run, asked), training_problems(run, launch))
     return list(map(spell_out, chain.from_iterable(rules)))
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from gpt_pretrain.config.choices import (
@@ -274,14 +275,25 @@ def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
         yield "checkpoint.reset_fp8_state=true", "a rewind restores FP8 scales with everything else", way
 
 
+def asked_launch(section: TrainerConfig, launch: Launch) -> Launch:
+    """The launch that `trainer.devices` and `trainer.num_nodes` ask for.
+
+    The layout and the batch have to fit this one: if another was started, its number of processes is the only mistake.
+    """
+    devices = max(1, section.devices or launch.local_world_size)
+    num_nodes = max(1, section.num_nodes or launch.num_nodes)
+    return replace(launch, local_world_size=devices, world_size=devices * num_nodes)
+
+
 def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
     """`trainer.devices` and `trainer.num_nodes` start nothing: they must agree with the launcher."""
-    if section.devices is not None and section.devices != launch.local_world_size:
+    asked = asked_launch(section, launch)
+    if asked.local_world_size != launch.local_world_size:
         yield (
             f"trainer.devices={section.devices}, and the launcher started {launch.local_world_size} on each node; "
             f"start with torchrun --nproc-per-node {section.devices} -m gpt_pretrain …, or leave trainer.devices out"
         )
-    if section.num_nodes is not None and section.num_nodes != launch.num_nodes:
+    if asked.num_nodes != launch.num_nodes:
         yield (
             f"trainer.num_nodes={section.num_nodes}, and the launcher started {launch.num_nodes}; "
             f"start with torchrun --nnodes {section.num_nodes} …, or leave trainer.num_nodes out"
