@@ -4,7 +4,7 @@ A remedy breaks no rule and keeps what is computed: the same weights, batch and 
 for a run on this machine instead of the planned one. It was calibrated on GPUs; on the CPU its total is less exact. A
 process there may use the machine's memory, or what its container or Slurm job leaves it.
 
-Only functions that ask a GPU import torch: a plan needs none.
+Only functions that ask this machine import torch or psutil: a plan needs neither.
 """
 
 import resource
@@ -13,8 +13,6 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
-
-import psutil
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import uses_distributed_optimizer
@@ -148,6 +146,8 @@ def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
 
 def host_memory_bytes() -> tuple[int, str]:
     """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
+    import psutil
+
     installed, swap = psutil.virtual_memory().total, psutil.swap_memory().total
     limit = min(_limits(), default=installed)
     if limit < installed:
