@@ -198,7 +198,10 @@ def places_of_ranks(layout: Mapping[str, str]) -> dict[str, str]:
 
 
 def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
-    """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty if none does."""
+    """The keys of `current` whose saved values differ, as `key=value (saved with value)`; empty if none does.
+
+    The saved values may be older than some keys (`_BEFORE`).
+    """
     saved = {**_BEFORE, **saved}
     return ", ".join(
         f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
