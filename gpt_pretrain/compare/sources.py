@@ -142,7 +142,8 @@ def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
         variant = variants[key]
         repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
         seeds.add((variant, run.seed))
-        name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}" + " again" * repeats
+        again = " again" if repeats else ""
+        name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}{again}"
         # The runs of a comparison have names and roles, too.
         given = run.name if run.variant == variant else name
         named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))

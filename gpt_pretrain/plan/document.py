@@ -179,9 +179,12 @@ def _memory(plan: Plan) -> Table:
 
 def _not_forecast(plan: Plan) -> str:
     """What the run has and the forecasts of memory and speed leave out."""
-    graphs, overlap = plan.spec.kernels.cuda_graph_impl is not None, plan.spec.model.tp_comm_overlap
-    without_overlap = "; memory and speed are those without overlapped exchanges" * overlap
-    return "; memory is that without CUDA graphs" * graphs + without_overlap
+    said = ""
+    if plan.spec.kernels.cuda_graph_impl is not None:
+        said += "; memory is that without CUDA graphs"
+    if plan.spec.model.tp_comm_overlap:
+        said += "; memory and speed are those without overlapped exchanges"
+    return said
 
 
 def _speed(plan: Plan, speed: SpeedForecast) -> Table:

@@ -207,8 +207,8 @@ def _why_local_layers(spec: RunSpec) -> str:
     """Why a run without Transformer Engine layers has none."""
     if spec.platform.transformer_engine is None:
         return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
-    compiled = "model.compile=true" * spec.model.compile
-    return f"{local_layers(spec.model) or compiled or 'model.transformer_engine=false'} excludes them"
+    setting = "model.compile=true" if spec.model.compile else "model.transformer_engine=false"
+    return f"{local_layers(spec.model) or setting} excludes them"
 
 
 def _layer_problems(spec: RunSpec) -> Iterator[str]:

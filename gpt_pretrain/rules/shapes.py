@@ -117,7 +117,8 @@ def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
     sizes = [size for size in divisors(math.gcd(heads, groups)) if is_legal(size)]
     if sizes:
         return f"model.tensor_model_parallel_size={one_of(sizes)}"
-    return "model.tensor_model_parallel_size=1" + (" with model.sequence_parallel=false" * model.sequence_parallel)
+    also = " with model.sequence_parallel=false" if model.sequence_parallel else ""
+    return f"model.tensor_model_parallel_size=1{also}"
 
 
 def _attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:

@@ -68,8 +68,10 @@ def _optimizer(config: Config) -> Iterator[str]:
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
         off = "use_distributed_optimizer=false"
-        off += " with overlap_param_gather=false" * config.model.overlap_param_gather
-        off += " with use_precision_aware_optimizer=false" * optim.use_precision_aware_optimizer
+        if config.model.overlap_param_gather:
+            off += " with overlap_param_gather=false"
+        if optim.use_precision_aware_optimizer:
+            off += " with use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
         ways = names_with("has_distributed_form"), off
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)

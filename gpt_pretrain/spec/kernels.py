@@ -194,8 +194,9 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     """One line per part of the model for the run's header."""
     te = f"Transformer Engine {platform.transformer_engine}"
     apex = [part.removeprefix("apex_").replace("_", " ") for part in APEX_PARTS if getattr(platform, part)]
+    local = "megatron-core local, compiled" if kernels.compile else "megatron-core local"
     return {
-        "layers": te if kernels.transformer_engine else "megatron-core local" + ", compiled" * kernels.compile,
+        "layers": te if kernels.transformer_engine else local,
         "fused": fused_parts(kernels),
         "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
     }
