@@ -19,6 +19,9 @@ BOUNDS = [
     "fp8=delayed model.num_layers=1024 model.encoder_seq_length=16777216 model.max_position_embeddings=16777216",
 ]
 
+# Of CPU time. The slowest takes 2 s on a slow core; what grows with a number's value takes minutes or never ends.
+LIMIT_S = 10.0
+
 
 @pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.path)
 @pytest.mark.parametrize("value", [99999999999999999999, 1e30, -1e30, "9" * 400])
@@ -39,7 +42,7 @@ def test_the_largest_number_is_read(key):
 def test_it_is_refused_before_anything_is_computed(override, capsys):
     began = time.process_time()
     assert train([override]) == 2
-    assert time.process_time() - began < 10
+    assert time.process_time() - began < LIMIT_S
     (line,) = capsys.readouterr().err.splitlines()
     message = line.removeprefix("error: ")
     assert message.startswith(override.partition("=")[0] + "=")
@@ -50,11 +53,7 @@ def test_it_is_refused_before_anything_is_computed(override, capsys):
 @pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("overrides", BOUNDS)
 def test_the_largest_sizes_are_planned_at_once(overrides, tmp_path, capsys):
-    """In a small multiple of the time that this machine takes for a small model."""
-    times = []
-    for size, name in (("model=tiny", "small"), (overrides, "large")):
-        began = time.process_time()
-        assert plan([*size.split(), f"run_dir={tmp_path / name}"]) == 0
-        times.append(time.process_time() - began)
-    assert times[1] < 30 * times[0]
+    began = time.process_time()
+    assert plan([*overrides.split(), f"run_dir={tmp_path}"]) == 0
+    assert time.process_time() - began < LIMIT_S
     capsys.readouterr()
