@@ -107,6 +107,9 @@ BAD_INPUTS = {
     ),
     "no value": (["model.fp8"], [("'model.fp8' ", "model.fp8=…")]),
     "no option": (["--help", "model"], [("'model' ", "model=…")]),
+    "another command": (["plan", "model=tiny"], [("'plan' ", "python -m gpt_pretrain.plan")]),
+    "another library's sharding": (["parallelism=fsdp"], [("parallelism=fsdp:", "use dp")]),
+    "FP8 as a precision": (["trainer.precision=fp8"], [("trainer.precision='fp8' ", "use fp8=delayed")]),
     "a word": (["nonsense"], [("'nonsense' ", "key=value")]),
     "nothing": (["", "model.seed=3"], [("'' ", "leave it out")]),
     "no =": (

@@ -134,6 +134,7 @@ UNSUPPORTED_VALUES = {
     ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
     ("model.fp8_recipe", "current"): "did you mean tensorwise?",
     ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
+    ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",
 }
 
 # The same for the options of a group.
@@ -142,6 +143,7 @@ UNSUPPORTED_OPTIONS = {
     ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
     ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
     ("fp8", "false"): "use fp8=none",
+    ("parallelism", "fsdp"): "weights are not sharded; use dp, whose distributed optimizer shards its states",
 }
 
 

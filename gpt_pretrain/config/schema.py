@@ -261,7 +261,7 @@ class ModelConfig:
     """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]. auto, alone or
     among them, stands for layers too small to gain, with TorchAO's tensorwise and rowwise."""
     fp8_emulate: bool
-    """Emulate FP8 on a machine without it, exactly but slowly: round values to the FP8 grids, then multiply."""
+    """Emulate FP8 on a machine without it, slowly: round values to the FP8 grids, then multiply."""
 
     transformer_engine: bool | None
     """Use Transformer Engine's layers; null: if a GPU and TE are present; true: refuse to start without them."""

@@ -124,7 +124,7 @@ def _fp8_problems(spec: RunSpec) -> Iterator[str]:
     settings, platform = spec.fp8, spec.platform
     if settings is None or settings.emulate:
         return
-    emulate = f"{emulation(spec.model)} computes the same values here, exactly but slowly"
+    emulate = f"{emulation(spec.model)} emulates it here, slowly"
     problem = _why_no_fp8(platform, settings.backend)
     if problem is not None:
         engine = " with model.fp8_backend=torchao" if settings.backend is Fp8Backend.torchao else ""

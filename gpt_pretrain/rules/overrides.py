@@ -6,6 +6,7 @@ Hydra silently composes a typo after `+` or `++`, and its errors name its mechan
 import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -161,10 +162,18 @@ def _text_as_typed(override: Override) -> Override:
     return parse_override(f"{name}='{typed}'")
 
 
+def _is_command(word: str) -> bool:
+    """Whether `python -m gpt_pretrain.WORD` starts something."""
+    package = Path(__file__).parent.parent
+    return word.isidentifier() and any((package / file).is_file() for file in (f"{word}.py", f"{word}/__main__.py"))
+
+
 def _word_problem(word: str, groups: Sequence[str]) -> str:
     """The message about an argument without `=`."""
     if not word.strip():
         return f"{word!r} is an empty argument; leave it out"
+    if _is_command(word):
+        return f"{word!r} is a command of its own; write python -m gpt_pretrain.{word}"
     if word in groups or is_known(word):
         return f"{word!r} has no value; write {word}=…, or leave it out"
     nearest = nearest_key(word, groups)
