@@ -67,6 +67,7 @@ NARROW_LLAMA = (
     "logging.tensorboard=false",
     "sample.max_new_tokens=0",
     "checkpoint.save_interval_minutes=null",
+    "checkpoint.save_at_end=false",
 )
 # Of the preset; one process has nothing to overlap.
 NO_OVERLAP = (
@@ -171,6 +172,13 @@ def test_command_for_a_corpus_of_ones_own_passes_the_rules(experiment, overrides
     world_size, _ = EXPERIMENTS[experiment]
     launch = {"world_size": world_size, "local_world_size": min(world_size, GPUS_OF_A_NODE)}
     assert broken_rules(f"experiment={experiment}", *OWN_CORPUS, *overrides, **launch) == []
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_a_preset_that_saves_keeps_its_last_step_too(experiment, compose_config):
+    """Whoever lengthens the run loses neither the model at the end nor the steps before a signal."""
+    saves = compose_config(f"experiment={experiment}").checkpoint
+    assert saves.save_at_end == (saves.save_interval is not None or saves.save_interval_minutes is not None)
 
 
 @pytest.mark.parametrize("experiment", ["gpt2_124m_1gpu", "gpt3_1_3b_1gpu", "llama3_8b_2gpu", "llama3_8b_4gpu"])
