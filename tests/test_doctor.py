@@ -311,7 +311,7 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
         (
             replace(HEALTHY, transformer_engine=MISSING),
             3,
-            ("Transformer Engine", "not installed", "local layers", "without FP8"),
+            ("Transformer Engine", "not installed", "local layers", "TorchAO"),
             INSTALL,
         ),
         (

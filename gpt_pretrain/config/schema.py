@@ -75,7 +75,7 @@ class OptimConfig:
     """`model.optim`: the optimizer and its schedule."""
 
     name: choices.OptimizerName
-    """adam (AdamW) or sgd."""
+    """The optimizer; adam is AdamW."""
     lr: float
     """Peak learning rate."""
     betas: list[float]

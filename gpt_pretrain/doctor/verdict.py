@@ -123,7 +123,7 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     return (
         _part(
             "transformer layers",
-            "Transformer Engine; megatron-core's local layers: no FP8, no context parallelism",
+            "Transformer Engine; megatron-core's local layers: only TorchAO's FP8 recipes, no context parallelism",
             (has_te, "Transformer Engine"),
             (True, "megatron-core's local layers"),
         ),

@@ -1,7 +1,7 @@
 """Cross-field rules of a mixture of experts: their number, their routing, and their layout over ranks.
 
 The sources are megatron-core 0.19.2 (transformer/moe, `initialize_model_parallel`) and Transformer Engine 2.12.
-Combinations that no test trains are refused as unproven.
+Combinations that no test trains are refused as untested.
 """
 
 from collections.abc import Iterator
