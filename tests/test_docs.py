@@ -46,7 +46,7 @@ def commands():
 
 def processes_of(start):
     """(all, per node) that a command starts; of `plan` and the like as many as its configuration says."""
-    sizes = {name: int(size) for name, size in re.findall(r"--(nodes|gpus-per-node|nproc-per-node)[= ](\d+)", start)}
+    sizes = {name: int(size) for name, size in re.findall(r"--n?(nodes|gpus-per-node|nproc-per-node)[= ](\d+)", start)}
     local = sizes.get("gpus-per-node", sizes.get("nproc-per-node", 1))
     return sizes.get("nodes", 1) * local, local
 
