@@ -8,6 +8,7 @@ import torch
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets, plan_surplus
+from gpt_pretrain.launch import environment
 from tests.forked_runs import fork_ranks
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
@@ -57,6 +58,17 @@ def test_an_index_that_no_memory_holds_is_refused_before_it_is_built(tmp_path):
     with pytest.raises(UserError, match=r"^trainer\.max_steps=\d+ with model\.global_batch_size=\d+: "):
         build(tmp_path, num_train=10**12)
     assert not (tmp_path / "cache" / "index").exists()
+
+
+def test_an_index_beyond_the_memory_of_a_container_is_refused(tmp_path, monkeypatch):
+    own, limit = tmp_path / "own", tmp_path / "memory.max"
+    own.write_text("0::/\n")
+    limit.write_text("100000\n")
+    monkeypatch.setattr(environment, "_OWN_GROUPS", own)
+    monkeypatch.setattr(environment, "_GROUPS", tmp_path)
+    build(tmp_path, num_train=1000)
+    with pytest.raises(UserError, match=r"^trainer\.max_steps=\d+ .* 10,000 .* control group "):
+        build(tmp_path, num_train=10_000)
 
 
 def test_no_validation_builds_no_validation_split(tmp_path):

@@ -1,4 +1,4 @@
-"""A process before torch is imported: its user, and its place among the processes of a run."""
+"""A process before torch is imported: its user, its memory, and its place among the processes of a run."""
 
 import getpass
 import os
@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.launch.environment import prepare_libraries
+from gpt_pretrain.launch import environment
+from gpt_pretrain.launch.environment import host_memory_bytes, prepare_libraries
 from gpt_pretrain.launch.ranks import first_host, read_launch, without_launcher
 from tests.launching import on_one_gpu
 
@@ -32,6 +33,36 @@ def test_a_user_who_has_a_name_keeps_it(monkeypatch):
     prepare_libraries()
     assert getpass.getuser() == "ada"
     assert os.environ["USER"] == ""
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/\n", {}, None),
+        ("0::/\n", {"memory.max": "max\n"}, None),
+        ("0::/\n", {"memory.max": "1073741824\n"}, 2**30),
+        # The narrowest of those that the process is in.
+        ("0::/job/step\n", {"job/memory.max": "1073741824\n", "job/step/memory.max": "max\n"}, 2**30),
+        ("0::/job/step\n", {"job/memory.max": "2147483648\n", "job/step/memory.max": "1073741824\n"}, 2**30),
+        # A container that sees itself as the root, under the host's path.
+        ("0::/docker/0123\n", {"memory.max": "1073741824\n"}, 2**30),
+        ("5:cpu:/job\n4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1073741824\n"}, 2**30),
+        # What version 1 writes where there is no limit.
+        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
+    ],
+)
+def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, limits, expected):
+    own, root = tmp_path / "own", tmp_path / "groups"
+    own.write_text(groups)
+    for name, limit in limits.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(limit)
+    for name, path in {"_OWN_GROUPS": own, "_GROUPS": root}.items():
+        monkeypatch.setattr(environment, name, path)
+    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert installed > 2**31, "the limits above are lower"
+    whose = "this machine" if expected is None else "this process's control group"
+    assert host_memory_bytes() == (expected or installed, whose)
 
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "4", "MASTER_PORT": "1234"}

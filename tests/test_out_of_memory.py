@@ -1,6 +1,5 @@
 """A run that runs out of memory says what was forecast, what was used, and which keys would help, and how much."""
 
-import os
 import re
 from dataclasses import replace
 from operator import attrgetter
@@ -12,6 +11,7 @@ import torch
 
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.launch.environment import host_memory_bytes
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory
 from gpt_pretrain.plan.machine import planned_spec
@@ -200,34 +200,8 @@ def test_a_model_that_no_machine_could_hold_is_refused_before_its_data_is_read(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("groups", "limits", "expected"),
-    [
-        ("0::/\n", {}, None),
-        ("0::/\n", {"memory.max": "max\n"}, None),
-        ("0::/\n", {"memory.max": "1073741824\n"}, 2**30),
-        # The narrowest of those that the process is in.
-        ("0::/job/step\n", {"job/memory.max": "1073741824\n", "job/step/memory.max": "max\n"}, 2**30),
-        ("0::/job/step\n", {"job/memory.max": "2147483648\n", "job/step/memory.max": "1073741824\n"}, 2**30),
-        # A container that sees itself as the root, under the host's path.
-        ("0::/docker/0123\n", {"memory.max": "1073741824\n"}, 2**30),
-        ("5:cpu:/job\n4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1073741824\n"}, 2**30),
-        # What version 1 writes where there is no limit.
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
-    ],
-)
-def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, limits, expected):
-    own, root = tmp_path / "own", tmp_path / "groups"
-    own.write_text(groups)
-    for name, limit in limits.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(limit)
-    for name, path in {"_OWN_GROUPS": own, "_GROUPS": root}.items():
-        monkeypatch.setattr(out_of_memory, name, path)
-    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=3072))
-    installed = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert installed > 2**31, "the limits above are lower"
-    if expected is None:
-        assert out_of_memory.host_memory_bytes() == (installed + 3072, "this machine")
-    else:
-        assert out_of_memory.host_memory_bytes() == (expected + 3072, "this process's control group")
+def test_swap_counts_as_memory_of_a_run_without_a_gpu(monkeypatch):
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=3 * GIB))
+    total_gib, whose = out_of_memory._total_gib(CPU)
+    memory, owner = host_memory_bytes()
+    assert (total_gib, whose) == (memory / GIB + 3, owner)

@@ -23,7 +23,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy
-import psutil
 import torch
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
@@ -34,7 +33,7 @@ from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.launch.environment import disk_is_full
+from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
@@ -199,16 +198,16 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
-    """Refuses an index that does not fit into memory."""
+    """Refuses an index that does not fit into memory; swap does not count, because shuffling touches all of it."""
     epochs = _plan_epochs(config.model, corpus, num_samples, split=0)
     documents = max(splits[0].num_documents for splits in corpus.splits)
     needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
-    there = psutil.virtual_memory().total
+    there, whose = host_memory_bytes()
     if needed > there:
         steps = config.trainer.max_steps
         raise UserError(
             f"trainer.max_steps={steps} with model.global_batch_size={config.model.global_batch_size}: the index of "
-            f"{num_samples:,} samples takes {format_bytes(needed)}, and this machine has {format_bytes(there)}; use "
+            f"{num_samples:,} samples takes {format_bytes(needed)}, and {whose} has {format_bytes(there)}; use "
             f"{steps * there // needed // 2} or fewer"
         )
 

@@ -38,6 +38,8 @@ INTERRUPTED = 128 + signal.SIGINT
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 # No space, no quota left, or a file-size limit.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Words of numpy, Python's tempfile and threads, the dynamic linker, and torch's allocator.
@@ -80,6 +82,36 @@ def ask_driver() -> tuple[str, list[str]]:
 def device_files(folder: Path = Path("/dev")) -> list[str]:
     """The GPUs' device files, which exist once the kernel module is loaded, even if the driver breaks later."""
     return sorted(str(path) for path in folder.glob("nvidia[0-9]*"))
+
+
+def host_memory_bytes() -> tuple[int, str]:
+    """Bytes of memory without swap, and whose they are: "this machine" or "this process's control group"."""
+    # Commands that ask for no memory start without it.
+    import psutil
+
+    installed = psutil.virtual_memory().total
+    limit = min(_memory_limits(), default=installed)
+    return (limit, "this process's control group") if limit < installed else (installed, "this machine")
+
+
+def _memory_limits() -> Iterator[int]:
+    """Limits of this process's control group and the groups around it, from the files of Linux's cgroup v2 and v1."""
+    if not _OWN_GROUPS.is_file():
+        return
+    for line in _OWN_GROUPS.read_text().splitlines():
+        _, controllers, own = line.split(":", 2)
+        if not controllers:
+            root, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # In a container the path may be the host's, where only the root exists.
+        group = root / own.lstrip("/")
+        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
+            file = folder / name
+            if file.is_file() and (said := file.read_text().strip()).isdigit():
+                yield int(said)
 
 
 def set_environment(config: Config) -> None:

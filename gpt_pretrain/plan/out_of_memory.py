@@ -11,13 +11,13 @@ import resource
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from operator import attrgetter
-from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.launch.environment import host_memory_bytes
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.machine import GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
@@ -33,8 +33,6 @@ _TIMES_THE_GPUS = (2, 4, 8, 16, 32, 64)
 _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
 # The words of torch's allocators, CUDA and NCCL.
 _WORDS = ("out of memory", "can't allocate memory", "DefaultCPUAllocator")
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,37 +142,6 @@ def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
     return build_run_spec(config, launch, platform)
 
 
-def host_memory_bytes() -> tuple[int, str]:
-    """Bytes of memory, swap included, and whose they are: "this machine" or "this process's control group"."""
-    import psutil
-
-    installed, swap = psutil.virtual_memory().total, psutil.swap_memory().total
-    limit = min(_limits(), default=installed)
-    if limit < installed:
-        return limit + swap, "this process's control group"
-    return installed + swap, "this machine"
-
-
-def _limits() -> Iterator[int]:
-    """Limits of this process's control group and the groups around it, from the files of Linux's cgroup v2 and v1."""
-    if not _OWN_GROUPS.is_file():
-        return
-    for line in _OWN_GROUPS.read_text().splitlines():
-        _, controllers, own = line.split(":", 2)
-        if not controllers:
-            root, name = _GROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, where only the root exists.
-        group = root / own.lstrip("/")
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            file = folder / name
-            if file.is_file() and (said := file.read_text().strip()).isdigit():
-                yield int(said)
-
-
 def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
     """Refuses a run whose weights, gradients and optimizer states alone exceed the memory.
 
@@ -258,8 +225,11 @@ def _total_gib(platform: Platform) -> tuple[float, str]:
 
         total = torch.cuda.get_device_properties(platform.device).total_memory
         return float(total) / GIB, f"this GPU ({platform.device_name})"
+    import psutil
+
+    # A run that swaps is slow, but runs.
     host, whose = host_memory_bytes()
-    return host / GIB, whose
+    return (host + psutil.swap_memory().total) / GIB, whose
 
 
 def _used(platform: Platform) -> str:
