@@ -158,8 +158,8 @@ def test_tables_are_readable_at_100_columns(overrides):
         assert setting.inert or any(f" {setting.key.removeprefix('model.')} " in line for line in lines), setting.key
     assert "Keys without a dot are model.KEY" in text
     assert "…\n" not in text
-    for sentence in plan_of(*overrides).sentences:
-        assert sentence in " ".join(text.split())
+    for verdict in plan_of(*overrides).verdicts:
+        assert str(verdict) in " ".join(text.split())
 
 
 @pytest.mark.parametrize(

@@ -366,7 +366,7 @@ def test_a_tied_head_is_a_copy_on_another_stage():
 def test_a_run_that_does_not_fit_is_told_the_ways_out():
     plan = plan_of("model=llama3_8b", "plan.gpu=h100")
     assert not plan.fits
-    assert plan.sentences[0].startswith("Memory: DOES NOT FIT, it needs ")
+    assert (plan.verdicts[0].label, plan.verdicts[0].is_bad) == ("Memory", True)
     told = ways_out("model=gpt3_1_3b", "plan.gpu=h100", "model.micro_batch_size=32")
     assert any("model.activations_checkpoint_granularity=full" in way for way in told)
     assert "model.micro_batch_size=1" in told
@@ -376,7 +376,7 @@ def ways_out(*overrides):
     """The ways out of a run that does not fit, and what each needs, checked against its own plan: as told, and less."""
     plan = plan_of(*overrides)
     assert not plan.fits
-    told = dict(re.findall(r"((?:[\w.]+=\w+ ?)+) \(([\d.]+) GiB\)", plan.sentences[0]))
+    told = dict(re.findall(r"((?:[\w.]+=\w+ ?)+) \(([\d.]+) GiB\)", plan.verdicts[0].text))
     for way, gib in told.items():
         planned = plan_of(*overrides, *way.split())
         assert planned.memory.needed_gib == pytest.approx(float(gib), abs=0.06), way

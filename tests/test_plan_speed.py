@@ -572,7 +572,9 @@ def test_flops_per_token_of_llama_3_8b():
     ],
 )
 def test_a_sentence_says_whether_fp8_pays(overrides, beginning):
-    assert plan_of(*overrides).sentences[1].startswith(beginning)
+    verdict = plan_of(*overrides).verdicts[1]
+    assert str(verdict).startswith(beginning)
+    assert verdict.is_bad == ("not pay" in beginning)
 
 
 def test_a_run_in_bf16_is_compared_with_itself_in_fp8_and_back():
@@ -590,10 +592,10 @@ def test_a_run_in_bf16_is_compared_with_itself_in_fp8_and_back():
     ],
 )
 def test_a_sentence_says_what_the_forecast_for_experts_rests_on(overrides, told):
-    (sentence,) = [each for each in plan_of(*overrides).sentences if each.startswith("Experts:")]
+    (sentence,) = [each.text for each in plan_of(*overrides).verdicts if each.label == "Experts"]
     for each in ("four runs", "Mixtral", "benchmarks/mixtral_8x7b_2layers_4xh200.md", *told):
         assert each in sentence
-    assert not [each for each in plan_of("model=llama3_8b").sentences if each.startswith("Experts:")]
+    assert not [each for each in plan_of("model=llama3_8b").verdicts if each.label == "Experts"]
 
 
 @pytest.mark.parametrize(("experiment", "recipe"), [("gpt3_1_3b_1gpu", "delayed"), ("mixtral_8x7b_8gpu", "tensorwise")])

@@ -221,10 +221,9 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
         basis = f"Roofline with {shares}, calibrated on an H200{_not_forecast(plan)}.\n"
         console.print(Text(basis, style="dim"))
-    for sentence in plan.sentences:
-        label, _, rest = sentence.partition(":")
-        bad = "NOT" in rest or "NONE" in rest or "not pay" in rest
-        console.print(Text.assemble((f"{label}:", "bold yellow" if bad else "bold green"), rest))
+    for verdict in plan.verdicts:
+        style = "bold yellow" if verdict.is_bad else "bold green"
+        console.print(Text.assemble((f"{verdict.label}:", style), f" {verdict.text}"))
 
 
 def _kernels(kernels: Kernels) -> dict[str, Any]:
@@ -284,7 +283,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "fp8_recipe": speed.fp8_recipe,
             "fp8_over_bf16": speed.ratio,
         },
-        "sentences": list(plan.sentences),
+        "sentences": [str(verdict) for verdict in plan.verdicts],
     }
 
 

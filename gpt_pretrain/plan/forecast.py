@@ -1,4 +1,4 @@
-"""The plan of one run: settings, products, memory, speed and checkpoints, and sentences that sum them up.
+"""The plan of one run: settings, products, memory, speed and checkpoints, and verdicts that sum them up.
 
 A checkpoint holds weights, masters and moments once, however many GPUs hold copies, and each GPU writes about the same
 number of bytes. The rates of saving were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
@@ -33,11 +33,11 @@ CALIBRATED_ON = (
 )
 # Why there is no prediction.
 _EMULATED = (
-    "Speed: not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
+    "not predicted. model.fp8_emulate=true computes FP8's values in the run's precision, many times slower "
     "than BF16: for trying recipes, not for training at length. Memory is forecast as without FP8."
 )
 _ON_LOCAL_LAYERS = (
-    "Speed: not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
+    "not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
     "trainer.precision out to train at full speed."
 )
 # Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, in parallel
@@ -49,15 +49,29 @@ _SLOWER = 0.2
 _SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
-def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> str:
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One sentence on a plan."""
+
+    label: str
+    """What it is about."""
+    text: str
+    is_bad: bool = False
+    """Whether it speaks against the run, or against FP8 in it."""
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.text}"
+
+
+def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> Verdict:
     """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
     where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
     if memory.needed_gib <= gpu.memory_gib:
         share = memory.needed_gib / gpu.memory_gib
         tight = "; that is close, so watch the first steps" if share > CLOSE else ""
-        return f"Memory: fits, with {used}{where}{tight}."
-    return f"Memory: DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}."
+        return Verdict("Memory", f"fits, with {used}{where}{tight}.")
+    return Verdict("Memory", f"DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}.", is_bad=True)
 
 
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
@@ -71,11 +85,11 @@ def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
     return f"Ways out: a smaller model, or several changes; {less}"
 
 
-def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> str:
+def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
     """Whether FP8 pays."""
     bf16, fp8, ratio = speed.bf16, speed.fp8, speed.ratio
     if fp8 is None or ratio is None:
-        return f"FP8: would be refused here: {speed.problem}"
+        return Verdict("FP8", f"would be refused here: {speed.problem}")
     saved = bf16.seconds["GEMMs"] - fp8.seconds["GEMMs"]
     overhead = sum(fp8.seconds.get(name, 0.0) for name in ("FP8 casts", "FP8 parameters"))
     share = bf16.seconds["GEMMs"] / bf16.step_s
@@ -87,16 +101,18 @@ def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> str:
     if waits > overhead:
         why += f"; the GPU waits {_ms(waits)} for the host to launch so small kernels, fewer in larger microbatches"
     if ratio >= WORTHWHILE:
-        return f"FP8: {'pays' if is_on else f'would pay (fp8={speed.fp8_recipe})'}, {ratio:.2f}× BF16: {why}."
+        pays = "pays" if is_on else f"would pay (fp8={speed.fp8_recipe})"
+        return Verdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")
     advice = "use fp8=none, or larger layers or microbatches" if is_on else "stay with BF16"
-    return f"FP8: {'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
+    text = f"{'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
+    return Verdict("FP8", text, is_bad=True)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _experts_verdict(model: ModelConfig, run: Speed | None) -> str:
+def _experts_verdict(model: ModelConfig, run: Speed | None) -> Verdict:
     """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated only on {CALIBRATED_ON}, on no other model or machine"]
@@ -111,7 +127,7 @@ def _experts_verdict(model: ModelConfig, run: Speed | None) -> str:
         told.append(
             f"{_ms(waits)} of a step are waits for the host, and without them a GPU would reach {alone:,.0f} tokens/s"
         )
-    return f"Experts: {'; '.join(told)}."
+    return Verdict("Experts", f"{'; '.join(told)}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -132,17 +148,17 @@ class CheckpointForecast:
     """`describe_saves`."""
 
     @property
-    def sentence(self) -> str:
-        """One sentence on the run's checkpoints."""
+    def verdict(self) -> Verdict:
+        """On the run's checkpoints."""
         if not self.saves:
-            return "Checkpoints: NONE is written."
+            return Verdict("Checkpoints", "NONE is written.", is_bad=True)
         size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
         cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
         if self.write_s:
             cost += f" and is on a local disk {format_seconds(self.write_s)} later"
         percent = None if self.time_share is None else format_amount(100 * self.time_share)
         share = "" if percent is None else f"; those by the clock take {percent}% of the time"
-        return f"Checkpoints: {self.saves}; {size}; {cost}{share}."
+        return Verdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
 
 
 def _clock_interval_s(config: Config) -> float | None:
@@ -199,7 +215,7 @@ class Plan:
     flops_per_token: float
     speed: SpeedForecast | None
     """None where no measurement supports a prediction."""
-    sentences: tuple[str, ...]
+    verdicts: tuple[Verdict, ...]
     """What a person should know before starting the run, the most important first."""
 
     @property
@@ -230,17 +246,17 @@ def build_plan(config: Config) -> Plan:
     memory = forecast_memory(spec)
     num_parameters = _num_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)
-    sentences = [_memory_verdict(memory, gpu, spec)]
+    verdicts = [_memory_verdict(memory, gpu, spec)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
-        sentences.append(_EMULATED)
+        verdicts.append(Verdict("Speed", _EMULATED))
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
-        sentences.append(_ON_LOCAL_LAYERS)
+        verdicts.append(Verdict("Speed", _ON_LOCAL_LAYERS))
     else:
         speed = forecast_speed(spec, gpu)
-        sentences.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
+        verdicts.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
     if spec.model.num_moe_experts is not None:
-        sentences.append(_experts_verdict(spec.model, None if speed is None else speed.run))
+        verdicts.append(_experts_verdict(spec.model, None if speed is None else speed.run))
     return Plan(
         spec=spec,
         gpu=gpu,
@@ -251,5 +267,5 @@ def build_plan(config: Config) -> Plan:
         checkpoint=checkpoint,
         flops_per_token=flops_per_token(spec.model),
         speed=speed,
-        sentences=(*sentences, checkpoint.sentence),
+        verdicts=(*verdicts, checkpoint.verdict),
     )
