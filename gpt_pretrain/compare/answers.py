@@ -172,12 +172,12 @@ def _compare_variant(
 
 
 def _with_sentence(answer: Answer, gap: Interval, baseline: str, allowed: float) -> Answer:
-    pace = _pace(answer.times, baseline, answer.final_losses[1])
+    pace, is_sooner = _pace(answer.times, baseline, answer.final_losses[1])
     loss = f"final loss {_gap_text(gap, answer.noise_from)}"
     if answer.judgement != "cannot_tell":
         verb = {"as_good": "trains as well as", "better": "trains better than", "worse": "trains worse than"}
         start = f"{answer.variant} {verb[answer.judgement]} {baseline}"
-        if pace.startswith("reaches") and answer.judgement != "worse":
+        if is_sooner and answer.judgement != "worse":
             return replace(answer, sentence=f"{answer.variant} {pace}; {loss}")
         return replace(answer, sentence="; ".join(filter(None, [start, loss, pace])))
     if gap.high is None:
@@ -209,16 +209,16 @@ def _gap_text(gap: Interval, source: NoiseSource) -> str:
     return f"{value} ({width})"
 
 
-def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> str:
-    """How soon the lowest common loss is reached; empty if times are unknown."""
+def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> tuple[str, bool]:
+    """How soon the lowest common loss is reached, empty if times are unknown, and whether it is no later."""
     if not times:
-        return ""
+        return "", False
     ratio, loss = times[-1].speedup, times[-1].loss
     # With several seeds, the level is the highest of their final losses.
     what = f"{baseline}'s final loss, {loss:.4g}," if loss <= 1.001 * final_loss else f"a loss of {loss:.4g}"
     if ratio.value >= 1:
-        return f"reaches {what} {format_speedup(ratio)} sooner"
-    return f"needs {1 / ratio.value:.2f}× the time to reach {what.rstrip(',')}"
+        return f"reaches {what} {format_speedup(ratio)} sooner", True
+    return f"needs {1 / ratio.value:.2f}× the time to reach {what.rstrip(',')}", False
 
 
 def format_speedup(ratio: Interval) -> str:
