@@ -1,13 +1,11 @@
 """The rules about single values, and all cross-field rules in the order in which they are reported."""
 
-import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from gpt_pretrain.config.files import group_names
-from gpt_pretrain.config.keys import is_known, schema_keys, value_of
+from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.experts import expert_problems
@@ -62,8 +60,6 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
     (lambda value: 0 <= value < 1, "is not at least 0 and below 1; use 0.9 or another", "model.optim.momentum"),
     (lambda value: 0 < value <= 1, "is not a fraction; use above 0 up to 1", "logging.fp8_saturation_threshold"),
 )
-# The key of a `key=value` that a message offers.
-_NAME = re.compile(r"(?<![\w.*/'\"-])[a-z]\w*(?:\.[a-z]\w*)*(?==)")
 
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
@@ -71,7 +67,7 @@ def config_problems(config: Config, launch: Launch | None) -> list[str]:
     run = resolve(config)
     asked = None if launch is None else asked_launch(config.trainer, launch)
     rules = (ranges(config), no_effect_problems(run), model_problems(run, asked), training_problems(run, launch))
-    return list(map(spell_out, chain.from_iterable(rules)))
+    return list(chain.from_iterable(rules))
 
 
 def ranges(config: Config) -> Iterator[str]:
@@ -121,19 +117,3 @@ def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> I
     if not shapes:
         # A rank's shapes are known only if everything divides.
         yield from fp8_shape_problems(run, accepts)
-
-
-def spell_out(problem: str) -> str:
-    """A problem with full keys after its last semicolon, where it says what to type instead."""
-    told, semicolon, offer = problem.rpartition("; ")
-    section = told.partition("=")[0].rpartition(".")[0]
-
-    def whole(found: re.Match[str]) -> str:
-        name = found[0]
-        if is_known(name) or name in group_names():
-            return name
-        keys = [key for key in schema_keys() if key.endswith(f".{name}")]
-        near = [key for key in keys if key == f"{section}.{name}"] or keys
-        return near[0] if len(near) == 1 else name
-
-    return told + semicolon + _NAME.sub(whole, offer)

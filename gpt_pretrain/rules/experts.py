@@ -40,7 +40,8 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
     elif model.moe_router_load_balancing_type is MoeLoadBalancing.none and model.moe_aux_loss_coeff not in (0.01, 0.0):
         yield (
             f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} has no effect with "
-            "model.moe_router_load_balancing_type=none; leave it out, or use moe_router_load_balancing_type=aux_loss"
+            "model.moe_router_load_balancing_type=none; leave it out, or use "
+            "model.moe_router_load_balancing_type=aux_loss"
         )
     if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
         yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"
@@ -54,26 +55,27 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
     if tp > 1 and not model.sequence_parallel:
         yield (
             f"model.tensor_model_parallel_size={tp} with experts needs model.sequence_parallel=true: otherwise every "
-            "rank routes all tokens; use parallelism=tp2_sp, or tensor_model_parallel_size=1"
+            "rank routes all tokens; use parallelism=tp2_sp, or model.tensor_model_parallel_size=1"
         )
     if cp > 1:
         why = "each router would balance only its part of a sequence, which is not proven"
         experts = f"experts (model.num_moe_experts={model.num_moe_experts})"
-        yield refusal(f"model.context_parallel_size={cp}", experts, why, "context_parallel_size=1")
+        yield refusal(f"model.context_parallel_size={cp}", experts, why, "model.context_parallel_size=1")
     if model.moe_grouped_kernel is MoeGroupedKernel.triton:
         obstacles = grouped_kernel_obstacles(model)
         yield from refusals("model.moe_grouped_kernel=triton", obstacles, "null or transformer_engine")
     if model.moe_permute_fusion:
-        yield from refusals("model.moe_permute_fusion=true", permutation_obstacles(model), "moe_permute_fusion=null")
+        asked, off = "model.moe_permute_fusion=true", "model.moe_permute_fusion=null"
+        yield from refusals(asked, permutation_obstacles(model), off)
     if model.moe_grouped_gemm and model.transformer_engine is False:
-        why = "it needs Transformer Engine's layers"
-        yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, "moe_grouped_gemm=null")
+        why, off = "it needs Transformer Engine's layers", "model.moe_grouped_gemm=null"
+        yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, off)
 
 
 def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """Requirements for overlapping the exchange of rows with another microbatch's layers."""
     if run.model.overlap_moe_expert_parallel_comm:
-        asked, off = "model.overlap_moe_expert_parallel_comm=true", "overlap_moe_expert_parallel_comm=false"
+        asked, off = "model.overlap_moe_expert_parallel_comm=true", "model.overlap_moe_expert_parallel_comm=false"
         yield from refusals(asked, _exchange_obstacles(run, launch), off)
 
 
@@ -101,7 +103,7 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
     per_stage = None if launch is None or launch.world_size % pp else launch.world_size // pp
     legal = [size for size in divisors(experts) if per_stage is None or per_stage % (size * etp) == 0]
     if experts % ep:
-        way = f"expert_model_parallel_size={one_of(legal or divisors(experts))}"
+        way = f"model.expert_model_parallel_size={one_of(legal or divisors(experts))}"
         yield indivisible(f"model.num_moe_experts={experts}", f"model.expert_model_parallel_size={ep}", way)
     key = "tensor_model_parallel_size" if model.expert_tensor_parallel_size is None else "expert_tensor_parallel_size"
     inner = moe_ffn_hidden_size(model)
@@ -110,7 +112,7 @@ def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Ite
         ways = one_of(multiples_near(inner, etp)), "model.expert_tensor_parallel_size=1"
         yield indivisible(f"model.{name}={inner}", f"model.{key}={etp}", *ways)
     if launch is not None and per_stage is not None and per_stage % (ep * etp):
-        way = f"use expert_model_parallel_size={one_of(legal)}, or " if legal else ""
+        way = f"use model.expert_model_parallel_size={one_of(legal)}, or " if legal else ""
         yield (
             f"model.expert_model_parallel_size={ep} × model.{key}={etp} does not divide the {per_stage} processes of a "
             f"pipeline stage; {way}{launch.how_to_start(ep * etp * pp)}"
@@ -130,12 +132,12 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", recipes_for("num_moe_experts")
         if run.fp8.backend is Fp8Backend.torchao:
             # A preset does not change the engine of the command line.
-            asked, ways = "model.fp8_backend=torchao", f"{ways} with fp8_backend=null"
+            asked, ways = "model.fp8_backend=torchao", f"{ways} with model.fp8_backend=null"
         yield refusal(asked, "experts (model.num_moe_experts)", why, f"fp8={ways}")
     if model.fp8_params:
         yield refusal("model.fp8_params=true", "experts (model.num_moe_experts)", "not proven", "false")
     if model.fp8_emulate:
-        why, on = "each emulated expert is a local layer with products of its own", "fp8_emulate=false"
+        why, on = "each emulated expert is a local layer with products of its own", "model.fp8_emulate=false"
         if model.moe_grouped_kernel is MoeGroupedKernel.triton:
             off = "null or transformer_engine"
             yield refusal("model.moe_grouped_kernel=triton", "model.fp8_emulate=true", why, off, on)
@@ -148,11 +150,11 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
     if model.moe_router_padding_for_quantization and run.fp8.experts_left_out:
         kernel = f"model.moe_grouped_kernel={show(model.moe_grouped_kernel)}"
         why = f"{pads}, and one BF16 kernel computes the experts"
-        yield refusal(padding, kernel, why, "false", "moe_grouped_kernel=transformer_engine")
+        yield refusal(padding, kernel, why, "false", "model.moe_grouped_kernel=transformer_engine")
     dispatcher = model.moe_token_dispatcher_type
     if model.moe_router_padding_for_quantization and dispatcher is not MoeTokenDispatcher.alltoall:
         setting = f"model.moe_token_dispatcher_type={dispatcher.name}"
-        yield refusal(padding, setting, "only alltoall can pad", "moe_token_dispatcher_type=alltoall", "false")
+        yield refusal(padding, setting, "only alltoall can pad", "model.moe_token_dispatcher_type=alltoall", "false")
 
 
 def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:

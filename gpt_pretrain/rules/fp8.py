@@ -35,7 +35,7 @@ def formats(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     if model.fp8_hybrid is False and not model.fp8_e4m3:
         yield (
             f"model.fp8_hybrid=false with model.fp8_e4m3={show(model.fp8_e4m3)} leaves no FP8 format; "
-            "use fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or fp8_e4m3=true (E4M3 in both)"
+            "use model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or model.fp8_e4m3=true (E4M3 in both)"
         )
 
 
@@ -48,8 +48,8 @@ def engine(settings: Fp8Settings) -> Iterator[str]:
             f"model.fp8_recipe={recipe.name}",
             f"model.fp8_backend={backend.name}",
             f"this backend has {', '.join(each.name for each in own)}",
-            f"fp8={own[0].preset} with fp8_recipe={own[0].name}",
-            f"fp8={recipe.preset} with fp8_backend={recipe.backend.name}",
+            f"fp8={own[0].preset} with model.fp8_recipe={own[0].name}",
+            f"fp8={recipe.preset} with model.fp8_backend={recipe.backend.name}",
         )
 
 
@@ -66,7 +66,7 @@ def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     if model.fp8_wgrad and not recipe.has_wgrad:
         others = one_of([each.name for each in recipes_of(settings.backend) if each.has_wgrad])
         why = "this recipe computes weight gradients outside FP8"
-        ways = "null or false", f"fp8_recipe={others}"
+        ways = "null or false", f"model.fp8_recipe={others}"
         yield refusal("model.fp8_wgrad=true", f"model.fp8_recipe={recipe.name}", why, *ways)
 
 
@@ -99,10 +99,10 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
         yield (
             "model.fp8_multi_head_attention=true makes Transformer Engine 2.12 compute attention in FP8, whatever "
             f"model.fp8_dot_product_attention={show(settings.dot_product_attention)} says, and neither plan nor proof "
-            "covers it; use fp8_multi_head_attention=false"
+            "covers it; use model.fp8_multi_head_attention=false"
         )
     if settings.dot_product_attention:
-        asked, off = "model.fp8_dot_product_attention=true", "fp8_dot_product_attention=false"
+        asked, off = "model.fp8_dot_product_attention=true", "model.fp8_dot_product_attention=false"
         yield from refusals(asked, _attention_obstacles(config, settings), off)
 
 
@@ -115,15 +115,16 @@ def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
         selective = "model.activations_checkpoint_granularity=selective"
-        yield selective, "it recomputes attention without FP8", "activations_checkpoint_granularity=null"
+        yield selective, "it recomputes attention without FP8", "model.activations_checkpoint_granularity=null"
     if config.trainer.deterministic:
         # get_attention_backend drops cuDNN's FP8 attention in training, and no other backend has one.
-        yield "trainer.deterministic=true", "the only FP8 attention varies from run to run", "deterministic=false"
+        why = "the only FP8 attention varies from run to run"
+        yield "trainer.deterministic=true", why, "trainer.deterministic=false"
     uncovered = "the first-step proof does not cover this combination"
     if model.first_last_layers_bf16:
         yield "model.first_last_layers_bf16=true", uncovered, "fp8_exclude in place of first_last_layers_bf16"
     if model.context_parallel_size > 1:
-        yield f"model.context_parallel_size={model.context_parallel_size}", uncovered, "context_parallel_size=1"
+        yield f"model.context_parallel_size={model.context_parallel_size}", uncovered, "model.context_parallel_size=1"
     if settings.emulate:
         yield "model.fp8_emulate=true", "only linear layers are emulated"
 
@@ -131,16 +132,16 @@ def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
 def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 weights: only the distributed optimizer writes them from their masters."""
     if settings.params:
-        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "fp8_params=false")
+        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
 
 
 def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
     only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
-        yield "model.use_distributed_optimizer=false", only, "use_distributed_optimizer=null or true"
+        yield "model.use_distributed_optimizer=false", only, "model.use_distributed_optimizer=null or true"
     name = config.model.optim.name
     if not OPTIMIZERS[name].has_distributed_form:
-        ways = f"optim.name={names_with('has_distributed_form')}"
+        ways = f"model.optim.name={names_with('has_distributed_form')}"
         yield f"model.optim.name={name.name}", f"{only}, and megatron-core has no distributed form of this one", ways
     if (why := settings.recipe.why_not("fp8_params")) is not None:
         ways = f"fp8={recipes_for('fp8_params', backend=settings.backend)}"
@@ -150,7 +151,7 @@ def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
         yield "model.fp8_emulate=true", why
     if settings.backend is Fp8Backend.torchao and config.trainer.precision is Precision.fp32:
         why = "FP8 weights are cast from masters, and weights in fp32 have none"
-        yield "trainer.precision=fp32", why, "precision=bf16"
+        yield "trainer.precision=fp32", why, "trainer.precision=bf16"
 
 
 def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
@@ -161,7 +162,7 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     if (why := settings.recipe.why_not("first_last_layers_bf16")) is not None:
         yield (
             f"model.first_last_layers_bf16=true with model.fp8_recipe={settings.recipe.name}: {why}; use "
-            f'fp8_exclude=["decoder.layers.0.*",…], or fp8={recipes_for("first_last_layers_bf16")}'
+            f'model.fp8_exclude=["decoder.layers.0.*",…], or fp8={recipes_for("first_last_layers_bf16")}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
     for key, other in zip(keys, reversed(keys), strict=True):
@@ -201,13 +202,13 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
             yield (
                 f"model.fp8_exclude: {pattern!r} has no effect with model.moe_grouped_kernel="
                 f"{show(run.model.moe_grouped_kernel)}, which leaves the experts out already; leave the pattern out, "
-                "or use moe_grouped_kernel=transformer_engine"
+                "or use model.moe_grouped_kernel=transformer_engine"
             )
         elif out.issuperset(matching):
             yield (
                 f"model.fp8_exclude: {pattern!r} has no effect with model.first_last_layers_bf16=true, which keeps "
                 f"{matching[0]}{f' and {len(matching) - 1} more' if matching[1:] else ''} out already; leave the "
-                "pattern out, or use first_last_layers_bf16=false"
+                "pattern out, or use model.first_last_layers_bf16=false"
             )
 
 
@@ -225,7 +226,8 @@ def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     yield (
         f"model.fp8_exclude={written(run.model.fp8_exclude)} with model.fp8_recipe={settings.recipe.name}: {AUTO} "
         "leaves out what TorchAO measured to be too small to gain, and nobody has measured it for "
-        f"{settings.recipe.preset}; use fp8_exclude={show(patterns)}{f', or fp8={one_of(others)}' if others else ''}"
+        f"{settings.recipe.preset}; use model.fp8_exclude={show(patterns)}"
+        f"{f', or fp8={one_of(others)}' if others else ''}"
     )
 
 
@@ -242,8 +244,8 @@ def nothing_left(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
         f"model.fp8=true computes nothing in FP8: {' and '.join(causes)} {'keep' if causes[1:] else 'keeps'} "
         f"every linear layer of all {model.num_layers} layers out of FP8"
         f"{f' (too small to gain: {", ".join(small)})' if small else ''}; "
-        f"{'use fp8_exclude=[]' if small else 'leave some in'}, or use "
-        f"{'moe_grouped_kernel=transformer_engine or ' * settings.experts_left_out}fp8=none without these keys"
+        f"{'use model.fp8_exclude=[]' if small else 'leave some in'}, or use "
+        f"{'model.moe_grouped_kernel=transformer_engine or ' * settings.experts_left_out}fp8=none without these keys"
     )
 
 
@@ -251,10 +253,10 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
     """Who computes in FP8: TE's layers, or local ones. megatron-core's own ignore FP8 silently."""
     model, is_fp32 = config.model, config.trainer.precision is Precision.fp32
     local, emulate = local_layers(model), emulation(model)
-    fp32, no_fp32 = "trainer.precision=fp32", "precision=auto or bf16"
+    fp32, no_fp32 = "trainer.precision=fp32", "trainer.precision=auto or bf16"
     if not local:
         if model.transformer_engine is False:
-            why, on = "megatron-core's local layers have no FP8", "transformer_engine=null or true"
+            why, on = "megatron-core's local layers have no FP8", "model.transformer_engine=null or true"
             yield refusal("model.fp8=true", "model.transformer_engine=false", why, on, emulate)
         if is_fp32:
             why = "Transformer Engine's layers would compute everything outside FP8 in TF32"
@@ -264,13 +266,13 @@ def layer_implementation(config: Config, settings: Fp8Settings) -> Iterator[str]
         why = "FP8 products of rows have results in BF16"
         yield refusal("model.fp8_backend=torchao", fp32, why, no_fp32, emulate)
     if model.transformer_engine:
-        ways = ["transformer_engine=null or false"]
-        ways += ["fp8_emulate=false"] * (settings.backend is Fp8Backend.transformer_engine)
+        ways = ["model.transformer_engine=null or false"]
+        ways += ["model.fp8_emulate=false"] * (settings.backend is Fp8Backend.transformer_engine)
         yield refusal(local, "model.transformer_engine=true", "megatron-core's local layers compute it", *ways)
     if model.context_parallel_size > 1:
         why = "only Transformer Engine's attention splits sequences, and local layers do not use it"
-        cp = f"context_parallel_size={model.context_parallel_size}"
-        yield refusal(local, f"model.{cp}", why, "context_parallel_size=1")
+        cp = f"model.context_parallel_size={model.context_parallel_size}"
+        yield refusal(local, cp, why, "model.context_parallel_size=1")
 
 
 def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:

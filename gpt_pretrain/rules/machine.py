@@ -13,7 +13,6 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Ba
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
 from gpt_pretrain.config.keys import value_of
-from gpt_pretrain.rules.check import spell_out
 from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
@@ -192,7 +191,7 @@ def check_machine(spec: RunSpec) -> None:
 
 def machine_problems(spec: RunSpec) -> list[str]:
     """What `check_machine` refuses."""
-    found = [
+    return [
         *_fp8_problems(spec),
         *_layer_problems(spec),
         *_kernel_problems(spec),
@@ -200,7 +199,6 @@ def machine_problems(spec: RunSpec) -> list[str]:
         *_auto_problems(spec),
         *_process_problems(spec),
     ]
-    return list(map(spell_out, found))
 
 
 def _why_local_layers(spec: RunSpec) -> str:
@@ -249,11 +247,11 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
         yield (
             "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
-            "here; set gradient_accumulation_fusion=true, or use null or false"
+            "here; set model.gradient_accumulation_fusion=true, or use null or false"
         )
     if model.compile and platform.compiler_problem is not None:
         yield _needs(
-            spec, "compile", "a C++ compiler on a CPU", platform.compiler_problem, "compile=false, or install g++"
+            spec, "compile", "a C++ compiler on a CPU", platform.compiler_problem, "model.compile=false, or install g++"
         )
 
 
@@ -304,7 +302,7 @@ def _auto_problems(spec: RunSpec) -> Iterator[str]:
         if asked:
             yield (
                 f"model.{key}=true {why}, and trainer.precision=auto is fp32 without a CUDA device; use "
-                f"trainer.precision=bf16, or {key.rpartition('.')[2]}=false"
+                f"trainer.precision=bf16, or model.{key}=false"
             )
 
 

@@ -72,7 +72,7 @@ def positions(model: ModelConfig) -> Iterator[str]:
             yield (
                 "model.apply_rope_fusion=true has nothing to fuse: "
                 f"model.position_embedding_type={model.position_embedding_type.name}; use "
-                "position_embedding_type=rope, or apply_rope_fusion=null"
+                "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
             )
         return
     if not 0 < model.rotary_percentage <= 1:
@@ -94,7 +94,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
     chunks = pp * (vp or 1)
     if model.num_layers % chunks:
         divisor, sizes = f"model.pipeline_model_parallel_size={pp}", one_of(divisors(model.num_layers))
-        way = f"pipeline_model_parallel_size={sizes}"
+        way = f"model.pipeline_model_parallel_size={sizes}"
         if vp is not None:
             divisor += f" × model.virtual_pipeline_model_parallel_size={vp}"
             way = f"a product of {sizes}"
@@ -107,7 +107,7 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
             yield (
                 f"model.global_batch_size={model.global_batch_size} makes {microbatches} microbatches, and the "
                 f"interleaved schedule needs a multiple of model.pipeline_model_parallel_size={pp}; use "
-                f"global_batch_size={one_of(multiples_near(model.global_batch_size, per_step * pp))}"
+                f"model.global_batch_size={one_of(multiples_near(model.global_batch_size, per_step * pp))}"
             )
 
 
@@ -146,7 +146,7 @@ def recomputation(model: ModelConfig) -> Iterator[str]:
     if method is None:
         yield (
             "model.activations_checkpoint_granularity=full needs model.activations_checkpoint_method; "
-            "use activations_checkpoint_method=uniform or block"
+            "use model.activations_checkpoint_method=uniform or block"
         )
     if layers is None or layers > per_chunk:
         yield (
@@ -160,12 +160,13 @@ def fusions(model: ModelConfig) -> Iterator[str]:
     if model.bias_activation_fusion and model.activation is Activation.gelu:
         yield (
             "model.bias_activation_fusion=true computes GELU's tanh form, and model.activation=gelu is the exact one; "
-            f"use activation=gelu_tanh{'' if model.bias else ' with bias=true'}, or bias_activation_fusion=null"
+            f"use model.activation=gelu_tanh{'' if model.bias else ' with model.bias=true'}, or "
+            "model.bias_activation_fusion=null"
         )
     if model.bias_activation_fusion and model.activation is Activation.gelu_tanh and not model.bias:
         yield (
             "model.bias_activation_fusion=true needs model.bias=true with model.activation=gelu_tanh; "
-            "use bias=true, or bias_activation_fusion=null"
+            "use model.bias=true, or model.bias_activation_fusion=null"
         )
 
 
@@ -200,15 +201,15 @@ def compile_problems(run: Resolved) -> Iterator[str]:
         why = "it is for layers without FP8"
         if run.fp8.backend is Fp8Backend.torchao:
             why += ", and TorchAO's casts and products are compiled already"
-        yield refusal(asked, "model.fp8=true", why, "compile=false")
+        yield refusal(asked, "model.fp8=true", why, "model.compile=false")
     if run.config.trainer.deterministic:
-        yield refusal(asked, "trainer.deterministic=true", "not tested", "compile=false")
+        yield refusal(asked, "trainer.deterministic=true", "not tested", "model.compile=false")
     for why, settings in _NOT_COMPILED.items():
         for setting in settings.split():
             key, _, instead = setting.partition("=")
             value = getattr(model, key)
             if value and show(value) not in (instead, CudaGraphImpl.none.name):
-                ways = ("compile=false", setting) if instead else ("compile=false",)
+                ways = ("model.compile=false", f"model.{setting}") if instead else ("model.compile=false",)
                 yield refusal(asked, f"model.{key}={show(value)}", why, *ways)
 
 
@@ -231,7 +232,7 @@ def gradients(model: ModelConfig) -> Iterator[str]:
     if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
         yield (
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
-            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or overlap_param_gather=false"
+            "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
         )
     if model.nccl_ub:
         yield (
@@ -253,7 +254,8 @@ def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
 def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
     """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
     if run.model.tp_comm_overlap:
-        yield from refusals("model.tp_comm_overlap=true", _overlap_obstacles(run, launch), "tp_comm_overlap=false")
+        asked, off = "model.tp_comm_overlap=true", "model.tp_comm_overlap=false"
+        yield from refusals(asked, _overlap_obstacles(run, launch), off)
 
 
 def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
@@ -272,7 +274,8 @@ def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacl
         yield setting, "not tested"
     if model.hidden_size % 4:
         near = one_of(multiples_near(model.hidden_size, 4))
-        yield f"model.hidden_size={model.hidden_size}", "it splits a layer's output in four", f"hidden_size={near}"
+        in_four = "it splits a layer's output in four"
+        yield f"model.hidden_size={model.hidden_size}", in_four, f"model.hidden_size={near}"
     if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
         why = f"{why}, and only tensors with one scale are exchanged"
         yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={recipes_for('tp_comm_overlap')}"

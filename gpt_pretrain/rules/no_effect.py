@@ -189,7 +189,7 @@ def _fp8_rows() -> Iterator[NoEffect]:
         lambda run: _keeps_history(run) and run.model.fp8_amax_compute_algo is AmaxComputeAlgo.most_recent,
         "model.fp8_amax_compute_algo=most_recent",
     )
-    yield NoEffect("model.fp8_amax_history_len", newest, "null, or fp8_amax_compute_algo=max", (None, 1, 1024))
+    yield NoEffect("model.fp8_amax_history_len", newest, "null, or model.fp8_amax_compute_algo=max", (None, 1, 1024))
     only_one = _if(
         lambda run: _keeps_history(run) and run.model.fp8_amax_history_len == 1, "model.fp8_amax_history_len=1"
     )
@@ -211,7 +211,7 @@ def _fp8_rows() -> Iterator[NoEffect]:
         lambda run: run.fp8 is not None and not run.model.first_last_layers_bf16, "model.first_last_layers_bf16=false"
     )
     for key in kept_layers[1:]:
-        yield NoEffect(key, all_layers, "first_last_layers_bf16=true, or null")
+        yield NoEffect(key, all_layers, "model.first_last_layers_bf16=true, or null")
 
 
 def _model_rows() -> Iterator[NoEffect]:
@@ -220,34 +220,34 @@ def _model_rows() -> Iterator[NoEffect]:
         yield NoEffect(f"model.{name}", without_experts, f"{show(silent[0])}, or a number of experts", silent)
     without_full = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
     for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform")):
-        instead = f"null, or activations_checkpoint_granularity=full with activations_checkpoint_{other}"
+        instead = f"null, or model.activations_checkpoint_granularity=full with model.activations_checkpoint_{other}"
         yield NoEffect(f"model.activations_checkpoint_{name}", without_full, instead)
     without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
-    yield NoEffect("model.rope_scaling_factor", without_rope, "null, or position_embedding_type=rope")
+    yield NoEffect("model.rope_scaling_factor", without_rope, "null, or model.position_embedding_type=rope")
     yield NoEffect("model.rotary_percentage", without_rope)
     yield NoEffect("model.rotary_base", without_rope)
     yield NoEffect(
         "model.ddp_bucket_size",
         _with("model.overlap_grad_reduce", False),
-        "null, or overlap_grad_reduce=true (parallelism=dp has it so)",
+        "null, or model.overlap_grad_reduce=true (parallelism=dp has it so)",
     )
     yield NoEffect(
         "model.cross_entropy_fusion_impl",
         _with("model.cross_entropy_loss_fusion", False),
-        "cross_entropy_loss_fusion=true, or cross_entropy_fusion_impl=null",
+        "model.cross_entropy_loss_fusion=true, or model.cross_entropy_fusion_impl=null",
     )
 
 
 def _optimizer_rows() -> Iterator[NoEffect]:
-    turn_on = "use_precision_aware_optimizer=true with use_distributed_optimizer=true"
+    turn_on = "model.optim.use_precision_aware_optimizer=true with model.use_distributed_optimizer=true"
     for name, silent in _STATES.items():
-        yield NoEffect(f"model.optim.{name}", _with_plain_states, f"{name}=fp32, or {turn_on}", (silent,))
+        yield NoEffect(f"model.optim.{name}", _with_plain_states, f"model.optim.{name}=fp32, or {turn_on}", (silent,))
     yield NoEffect("model.optim.store_param_remainders", _without_remainders)
     for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread}):
         yield NoEffect(f"model.optim.{name}", _unread_by_optimizer(name))
     sched, only_wsd = "model.optim.sched", _unless_schedule(ScheduleName.wsd)
     yield NoEffect(f"{sched}.wsd_decay_style", only_wsd)
-    yield NoEffect(f"{sched}.wsd_decay_steps", only_wsd, f"{sched}.name=wsd, or wsd_decay_steps=null")
+    yield NoEffect(f"{sched}.wsd_decay_steps", only_wsd, f"{sched}.name=wsd, or {sched}.wsd_decay_steps=null")
     falling = _unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant))
     yield NoEffect(f"{sched}.min_lr", falling, f"null, or {sched}.name=cosine or linear")
     own_warmup = _if(_has_own_warmup, "model.optim.sched.name=constant, and the warmup has steps of its own")
@@ -266,7 +266,7 @@ def _data_rows() -> Iterator[NoEffect]:
         yield NoEffect(f"model.data.{name}", random_tokens)
     yield NoEffect("model.data.text_key", _unless_data(DataImpl.text))
     not_a_file = _unless("model.tokenizer.library", TokenizerLibrary.file)
-    yield NoEffect("model.tokenizer.model", not_a_file, "null, or library=file")
+    yield NoEffect("model.tokenizer.model", not_a_file, "null, or model.tokenizer.library=file")
     yield NoEffect("model.tokenizer.vocab_size", _unless("model.tokenizer.library", TokenizerLibrary.bpe))
 
 
@@ -276,7 +276,7 @@ def _loop_rows() -> Iterator[NoEffect]:
         "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)",
     )
     for name, silent in _SAVES.items():
-        instead = f"save_interval_minutes=30, or {name}={show(silent)}"
+        instead = f"checkpoint.save_interval_minutes=30, or checkpoint.{name}={show(silent)}"
         yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,))
     without_validation = _with("trainer.limit_val_batches", 0)
     yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))

@@ -83,7 +83,7 @@ def _hidden_sizes(model: ModelConfig, accepts: Accepts) -> str:
     step = math.lcm(heads, model.tensor_model_parallel_size)
     legal = (width for width in _multiples(hidden, step) if _are_heads(model, width, heads))
     near = _nearest(model, "hidden_size", legal, accepts)
-    return f"use hidden_size={one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
+    return f"use model.hidden_size={one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
 
 
 def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list[int]:
@@ -198,7 +198,8 @@ def _sequence(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
             "use false, or parallelism=tp2_sp"
         )
     if cp > 1 and model.transformer_engine is False:
-        why, ways = "it needs Transformer Engine's attention", ("context_parallel_size=1", "transformer_engine=null")
+        why = "it needs Transformer Engine's attention"
+        ways = "model.context_parallel_size=1", "model.transformer_engine=null"
         yield refusal(f"model.context_parallel_size={cp}", "model.transformer_engine=false", why, *ways)
     need = _sequence_step(model)
     if length % need:

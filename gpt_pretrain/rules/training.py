@@ -67,11 +67,11 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1; use [0.9,0.95] or others"
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
-        off = "use_distributed_optimizer=false"
+        off = "model.use_distributed_optimizer=false"
         if config.model.overlap_param_gather:
-            off += " with overlap_param_gather=false"
+            off += " with model.overlap_param_gather=false"
         if optim.use_precision_aware_optimizer:
-            off += " with use_precision_aware_optimizer=false"
+            off += " with model.optim.use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
         ways = names_with("has_distributed_form"), off
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
@@ -96,7 +96,7 @@ def _schedule(config: Config) -> Iterator[str]:
     if wsd and phase is None:
         yield (
             "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
-            f"use wsd_decay_steps=1 to {max(1, decay - warmup)}"
+            f"use model.optim.sched.wsd_decay_steps=1 to {max(1, decay - warmup)}"
         )
     if wsd and phase is not None and phase > decay - warmup > 0:
         yield (
@@ -134,7 +134,7 @@ def _untested(run: Resolved) -> Iterator[str]:
     feature = "fp8_params with use_precision_aware_optimizer"
     if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(feature)) is not None:
         fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-        ways = f"fp8={recipes_for('fp8_params', feature)}", "use_precision_aware_optimizer=false"
+        ways = f"fp8={recipes_for('fp8_params', feature)}", "model.optim.use_precision_aware_optimizer=false"
         yield refusal(_ASKED, fp8, why, *ways)
     if not (model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1):
         return
@@ -151,28 +151,28 @@ def _untested(run: Resolved) -> Iterator[str]:
     ):
         if is_rounded:
             asked = f"model.optim.{name}={getattr(optim, name).name}"
-            yield refusal(asked, shared, why, wider, "pipeline_model_parallel_size=1")
+            yield refusal(asked, shared, why, wider, "model.pipeline_model_parallel_size=1")
 
 
 def _small_states(run: Resolved) -> Iterator[str]:
     """What the precision-aware optimizer needs."""
-    model, optim, off = run.model, run.model.optim, "use_precision_aware_optimizer=false"
+    model, optim, off = run.model, run.model.optim, "model.optim.use_precision_aware_optimizer=false"
     if not optim.use_precision_aware_optimizer:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
         names = names_with("has_small_states")
-        also = " with use_distributed_optimizer=false" if model.use_distributed_optimizer else ""
+        also = " with model.use_distributed_optimizer=false" if model.use_distributed_optimizer else ""
         asked = f"model.optim.name={optim.name.name}"
-        yield refusal(_ASKED, asked, f"it is a form of {names}", f"optim.name={names}", off + also)
+        yield refusal(_ASKED, asked, f"it is a form of {names}", f"model.optim.name={names}", off + also)
     if not uses_distributed_optimizer(model):
         why = "it is a form of the distributed optimizer"
         if model.use_distributed_optimizer is None:
             why += ", which null leaves out here"
         sharded = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
-        yield refusal(_ASKED, sharded, why, "use_distributed_optimizer=true (on one GPU, too)", off)
+        yield refusal(_ASKED, sharded, why, "model.use_distributed_optimizer=true (on one GPU, too)", off)
     if run.config.trainer.precision is Precision.fp32:
         why = "it needs weights in BF16 or FP8 with masters beside them"
-        yield refusal(_ASKED, "trainer.precision=fp32", why, "precision=bf16", off)
+        yield refusal(_ASKED, "trainer.precision=fp32", why, "trainer.precision=bf16", off)
     yield from _moments(optim)
     yield from _untested(run)
 
@@ -218,7 +218,7 @@ def _splits(config: Config) -> Iterator[str]:
     if shares[1] == 0 and validates:
         yield (
             f"model.data.splits_string={text!r} leaves nothing to validate on, and trainer.limit_val_batches="
-            f"{config.trainer.limit_val_batches}; use a positive second share, or limit_val_batches=0"
+            f"{config.trainer.limit_val_batches}; use a positive second share, or trainer.limit_val_batches=0"
         )
 
 
@@ -250,19 +250,19 @@ def _trainer(config: Config) -> Iterator[str]:
         yield from error.problems
     if config.trainer.deterministic and config.model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
         native, why = "model.cross_entropy_fusion_impl=native", "its result varies from run to run"
-        yield refusal("trainer.deterministic=true", native, why, "cross_entropy_fusion_impl=null or linear")
+        yield refusal("trainer.deterministic=true", native, why, "model.cross_entropy_fusion_impl=null or linear")
 
 
 def _rewinds(config: Config) -> Iterator[str]:
     """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
     if config.trainer.max_spike_rewinds is not None:
         asked = f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}"
-        yield from refusals(asked, _rewind_obstacles(config), "max_spike_rewinds=null")
+        yield from refusals(asked, _rewind_obstacles(config), "trainer.max_spike_rewinds=null")
 
 
 def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
     if config.trainer.spike_threshold is None:
-        yield "trainer.spike_threshold=null", "no spikes are found", "spike_threshold=10"
+        yield "trainer.spike_threshold=null", "no spikes are found", "trainer.spike_threshold=10"
     margin, interval, kept = config.trainer.spike_margin, config.checkpoint.save_interval, config.checkpoint.keep_last
     if interval is None:
         why = "the number of steps between checkpoints must be known"
@@ -271,9 +271,9 @@ def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
     needed = 1 if interval is None or interval < 1 else -(-margin // interval) + 1
     if kept is not None and 1 <= kept < needed:
         why = f"the checkpoint trainer.spike_margin={margin} steps before a spike may be the last but {needed - 1}"
-        yield f"checkpoint.keep_last={kept}", why, f"keep_last={needed} or null"
+        yield f"checkpoint.keep_last={kept}", why, f"checkpoint.keep_last={needed} or null"
     if config.checkpoint.reset_fp8_state:
-        way = "reset_fp8_state=false once a checkpoint is saved"
+        way = "checkpoint.reset_fp8_state=false once a checkpoint is saved"
         yield "checkpoint.reset_fp8_state=true", "a rewind restores FP8 scales with everything else", way
 
 
@@ -314,7 +314,7 @@ def _files(config: Config) -> Iterator[str]:
     if config.checkpoint.keep_every is not None and config.checkpoint.keep_last is None:
         yield (
             f"checkpoint.keep_every={config.checkpoint.keep_every} exempts checkpoints from deletion, and "
-            "checkpoint.keep_last=null keeps them all; set keep_last, or keep_every=null"
+            "checkpoint.keep_last=null keeps them all; set keep_last, or checkpoint.keep_every=null"
         )
 
 
@@ -327,7 +327,7 @@ def _start(section: CheckpointConfig) -> Iterator[str]:
         yield f"checkpoint.init_from={init_from!r} is not an existing directory; name a checkpoint, or null"
     if init_from is not None and resume not in ("auto", "never"):
         why = "the one takes only the weights of a checkpoint, the other everything"
-        ways = "resume=auto or never", "init_from=null"
+        ways = "checkpoint.resume=auto or never", "checkpoint.init_from=null"
         yield refusal(f"checkpoint.init_from={init_from!r}", f"checkpoint.resume={resume!r}", why, *ways)
 
 
@@ -343,5 +343,5 @@ def _reports(config: Config) -> Iterator[str]:
     if sample.max_new_tokens > 0 and not sample.prompt:
         yield (
             f"sample.prompt is empty, and sample.max_new_tokens={sample.max_new_tokens}; "
-            "give a text to continue, or max_new_tokens=0"
+            "give a text to continue, or sample.max_new_tokens=0"
         )

@@ -135,12 +135,12 @@ def local_layers(model: ModelConfig) -> str:
 def emulation(model: ModelConfig) -> str:
     """How messages offer emulation: with every setting that excludes it taken back."""
     exclusions = {
-        "fp8_params=false": model.fp8_params,
-        "fp8_dot_product_attention=false": model.fp8_dot_product_attention,
-        "transformer_engine=null": model.transformer_engine,
-        "context_parallel_size=1": model.context_parallel_size > 1,
+        "model.fp8_params=false": model.fp8_params,
+        "model.fp8_dot_product_attention=false": model.fp8_dot_product_attention,
+        "model.transformer_engine=null": model.transformer_engine,
+        "model.context_parallel_size=1": model.context_parallel_size > 1,
     }
-    taken_back = [f"model.{instead}" for instead, is_set in exclusions.items() if is_set]
+    taken_back = [instead for instead, is_set in exclusions.items() if is_set]
     return "model.fp8_emulate=true" + (f" with {' '.join(taken_back)}" if taken_back else "")
 
 
