@@ -73,6 +73,8 @@ class NoEffect:
     """The way out, after "use". Empty if only the command line shows that the key is wanted: leave it out."""
     silent: tuple[Any, ...] | None = None
     """Values that ask for nothing; None: null, false and empty, or no value if there is no `instead`."""
+    joint: str = " with "
+    """What stands before `why` in the refusal."""
 
     def is_asked(self, config: Config) -> bool:
         """Whether the value asks for something."""
@@ -198,7 +200,7 @@ def _fp8_rows() -> Iterator[NoEffect]:
         lambda run: run.fp8 is not None,
         "Transformer Engine ignores it and computes new scales at every step (since 1.8)",
     )
-    yield NoEffect("model.fp8_interval", ignored, "1, or null", silent=(None, 1))
+    yield NoEffect("model.fp8_interval", ignored, "1, or null", silent=(None, 1), joint=": ")
     # Nobody expects an effect: the plan shows the key, and no rule refuses it.
     overruled = _if(
         lambda run: bool(run.model.fp8_e4m3 and run.model.fp8_hybrid), "model.fp8_e4m3=true, which overrules it"
@@ -277,7 +279,7 @@ def _loop_rows() -> Iterator[NoEffect]:
     )
     for name, silent in _SAVES.items():
         instead = f"checkpoint.save_interval_minutes=30, or checkpoint.{name}={show(silent)}"
-        yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,))
+        yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,), joint=": ")
     without_validation = _with("trainer.limit_val_batches", 0)
     yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))
     yield NoEffect("trainer.validate_at_start", without_validation, silent=(False,))
@@ -287,7 +289,7 @@ def _loop_rows() -> Iterator[NoEffect]:
     yield NoEffect("sample.temperature", _without_sample)
     without_wandb = _with("logging.wandb", False)
     yield NoEffect("logging.wandb_project", without_wandb, silent=("",))
-    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb")
+    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb", joint=": ")
 
 
 def why_no_effect(run: Resolved, key: str) -> str:
@@ -305,10 +307,9 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
         why = row.why(run)
         if why:
             told.add(row.key)
-            asked.setdefault((why, row.instead), []).append(_setting(run.config, row.key))
-    for (why, instead), settings in asked.items():
+            asked.setdefault((row.joint + why, row.instead), []).append(_setting(run.config, row.key))
+    for (because, instead), settings in asked.items():
         has = "has" if len(settings) == 1 else "have"
-        because = f" with {why}" if why.startswith(("model.", "trainer.")) else f": {why}"
         yield f"{', '.join(settings)} {has} no effect{because}; use {instead}"
 
 
