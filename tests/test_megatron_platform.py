@@ -39,9 +39,10 @@ TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, QKV, GRADIENT, LOSS = (
     "apply_rope_fusion",
     "fused_single_qkv_rope",
     "gradient_accumulation_fusion",
-    "cross_entropy_loss_fusion",
+    "cross_entropy_fusion_impl",
 )
 CAST, ROWS, ATTENTION = "activation_cast_fusion", "embedding_gradient_fusion", "torch_attention"
+FUSED_LOSS = "cross_entropy_loss_fusion"
 NATIVE, LINEAR = (f"model.cross_entropy_fusion_impl={name}" for name in ("native", "linear"))
 
 
@@ -151,22 +152,23 @@ def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[s
     [
         (GPU, [], CrossEntropyFusion.linear),
         (GPU, [NATIVE], CrossEntropyFusion.native),
-        (GPU, [f"model.{LOSS}=false"], None),
+        (GPU, [f"model.{FUSED_LOSS}=false"], None),
         # To be compared with: the plain loss, unless another is asked for.
         (GPU, ["trainer.precision=fp32", f"model.{TE}=false"], None),
-        (GPU, ["trainer.precision=fp32", f"model.{TE}=false", f"model.{LOSS}=true"], CrossEntropyFusion.linear),
+        (GPU, ["trainer.precision=fp32", f"model.{TE}=false", f"model.{FUSED_LOSS}=true"], CrossEntropyFusion.linear),
         (GPU, ["trainer.deterministic=true"], None),
         (GPU, ["trainer.deterministic=true", LINEAR], CrossEntropyFusion.linear),
+        (GPU_WITHOUT_TE, [f"model.{FUSED_LOSS}=true"], CrossEntropyFusion.linear),
         (CPU, [], None),
         (CPU, [LINEAR], CrossEntropyFusion.linear),
-        (CPU, [f"model.{LOSS}=true"], CrossEntropyFusion.linear),
+        (CPU, [f"model.{FUSED_LOSS}=true"], CrossEntropyFusion.linear),
     ],
 )
 def test_the_loss_is_linear_where_nothing_speaks_against_it(
     platform: Platform, overrides: list[str], expected: CrossEntropyFusion | None
 ) -> None:
     config = load_config(["data=mock", *overrides])
-    assert spec_of(config, platform).kernels.cross_entropy_loss_fusion is expected
+    assert spec_of(config, platform).kernels.cross_entropy_fusion_impl is expected
     check_machine(spec_of(config, platform, launched()))
 
 
@@ -208,7 +210,7 @@ def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
     assert not list(graph_problems(resolve(config)))
 
 
-@pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS, LOSS])
+@pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS])
 def test_explicit_false_stands(key: str) -> None:
     config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
     for platform in (CPU, GPU, GPU_WITH_APEX, APEX_WITHOUT_TE):
@@ -339,7 +341,7 @@ def test_all_settings_that_cannot_be_met_are_told_together() -> None:
     ("platform", "overrides"),
     [
         (GPU, [f"model.{TE}=true", f"model.{ROPE}=true", f"model.{QKV}=true", "model.context_parallel_size=2"]),
-        (GPU_WITHOUT_TE, [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true", f"model.{LOSS}=true"]),
+        (GPU_WITHOUT_TE, [f"model.{ACTIVATION}=true", f"model.{DROPOUT}=true"]),
         (APEX_WITHOUT_TE, [f"model.{SOFTMAX}=true", f"model.{GRADIENT}=true"]),
         (GPU, ["trainer.precision=fp32", f"model.{TE}=false"]),
     ],
@@ -369,14 +371,14 @@ def test_more_processes_than_gpus_are_refused() -> None:
             GPU,
             "Transformer Engine 2.12.0",
             "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, fused_single_qkv_rope, "
-            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
+            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_fusion_impl (linear)",
             "not installed: nothing is lost but speed",
         ),
         (
             APEX_WITHOUT_TE,
             "megatron-core local",
             "bias_activation_fusion, bias_dropout_add_fusion, torch_attention, fused_single_qkv_rope, "
-            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_loss_fusion (linear)",
+            "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_fusion_impl (linear)",
             "layer norm, optimizer, softmax, weight gradient",
         ),
     ],

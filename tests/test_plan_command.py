@@ -187,7 +187,7 @@ def test_what_null_came_to_among_the_kernels_is_shown():
     (fused,) = [line for line in text.splitlines() if line.startswith("│ fused ")]
     shown = " ".join(text.replace("│", " ").split())
     assert "bias_activation_fusion" in fused
-    assert "cross_entropy_loss_fusion (linear), cuda_graph_impl (local)" in shown
+    assert "cross_entropy_fusion_impl (linear), cuda_graph_impl (local)" in shown
 
 
 def run_plan(capsys, *arguments):

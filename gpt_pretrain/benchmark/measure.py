@@ -77,8 +77,8 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
     if problems:
         raise ConfigError(problems)
     kernels = spec.kernels
-    if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
-        kernels = replace(kernels, cross_entropy_loss_fusion=CrossEntropyFusion.native if platform.cuda else None)
+    if kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear:
+        kernels = replace(kernels, cross_entropy_fusion_impl=CrossEntropyFusion.native if platform.cuda else None)
     model = build_model(replace(spec, kernels=kernels), fp8_layers(spec))
     assert model.transformer_config.finalize_model_grads_func is finalize_model_grads
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)

@@ -199,7 +199,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
     gpt_chunks = build_gpt_chunks(spec, local_layers)
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
-    linear = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
+    linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     if linear:
         install_loss_heads(gpt_chunks)
     if kernels.embedding_gradient_fusion:

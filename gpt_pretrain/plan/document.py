@@ -228,11 +228,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
 
 def _kernels(kernels: Kernels) -> dict[str, Any]:
     named = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(kernels).items()}
-    return {
-        **named,
-        "cross_entropy_loss_fusion": kernels.cross_entropy_loss_fusion is not None,
-        "cross_entropy_fusion_impl": named["cross_entropy_loss_fusion"],
-    }
+    return {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None}
 
 
 def plan_document(plan: Plan) -> dict[str, Any]:

@@ -155,7 +155,7 @@ def recompute_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], *, whole: bool) ->
 def head_s(gpu: Gpu, spec: RunSpec, head: Linear) -> dict[str, float]:
     """Seconds of the LM head and the loss for one microbatch, forward and backward."""
     logits = head.tokens * head.out_features
-    linear = spec.kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear
+    linear = spec.kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     # As for the layers. The linear loss first sums its chunks in fp32: zeroed, then read as 4 bytes, written as BF16.
     unfused = 10 + (10 if linear else 0)
     accumulated = 0 if spec.kernels.gradient_accumulation_fusion else head.num_weights * unfused

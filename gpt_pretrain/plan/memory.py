@@ -170,13 +170,13 @@ def _logits_bytes(spec: RunSpec, head: Linear) -> float:
     """
     model, kernels = spec.model, spec.kernels
     columns = head.out_features
-    if kernels.cross_entropy_loss_fusion is CrossEntropyFusion.linear:
+    if kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear:
         chunk = chunk_tokens(head.tokens, columns)
         values = chunk * columns + head.tokens * model.hidden_size
         in_place = kernels.gradient_accumulation_fusion and (model.grad_reduce_in_fp32 or chunk == head.tokens)
         weight_gradient = 0 if in_place else 4 * columns * model.hidden_size
         return values * element_bytes(spec) + weight_gradient
-    compiled = kernels.cross_entropy_loss_fusion is CrossEntropyFusion.native
+    compiled = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.native
     per_logit = element_bytes(spec) if element_bytes(spec) == 4 else 2 + 4 + (4 if compiled else 0)
     return head.tokens * columns * per_logit
 

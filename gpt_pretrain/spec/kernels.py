@@ -52,7 +52,7 @@ class Kernels:
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
     embedding_gradient_fusion: bool
-    cross_entropy_loss_fusion: CrossEntropyFusion | None
+    cross_entropy_fusion_impl: CrossEntropyFusion | None
     """None: megatron-core's unfused loss."""
     moe_grouped_gemm: bool
     moe_grouped_kernel: MoeGroupedKernel | None
@@ -132,7 +132,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             and 3 * tokens <= rows
             and not any(embedding_gradient_obstacles(config)),
         ),
-        cross_entropy_loss_fusion=_plan_loss(config, platform),
+        cross_entropy_fusion_impl=_plan_loss(config, platform),
         moe_grouped_gemm=grouped,
         moe_grouped_kernel=grouped_kernel(model) if grouped else None,
         moe_permute_fusion=choose(model.moe_permute_fusion, te_experts and not any(permutation_obstacles(model))),
