@@ -200,7 +200,7 @@ def test_another_checkouts_slurm_is_another_one(slurm, tmp_path):
 
 
 def test_data_is_prepared_by_a_job_of_its_own(slurm, tmp_path, cache_dir):
-    """That the training then finds it is tried in test_prepare_data.py."""
+    """That the training then finds it is tried in test_prepare_data_command.py."""
     arguments = small_run_arguments(tmp_path / "run", cache_dir, [f"model.data.cache_dir={tmp_path}/cache"])[2:]
     job = slurm.submit("prepare_data.sbatch", arguments)
     assert job.wait_for_end() == "COMPLETED", job.text
