@@ -5,6 +5,7 @@
 
 import math
 from collections.abc import Sequence
+from decimal import Decimal
 from enum import Enum
 from typing import Any
 
@@ -85,6 +86,22 @@ def format_amount(value: float) -> str:
     if value >= 9.95:
         return f"{value:,.0f}"
     return f"{value:.2g}" if value >= 0.01 or value == 0 else "<0.01"
+
+
+def format_short(value: float) -> str:
+    """A number with three significant digits and a unit: 987, 12.3k, 1.5M, 2.25B."""
+    if not math.isfinite(value):
+        return str(value)
+    # A value that rounds up to 1000 of a unit takes the next one: 999,960 is 1M, not 1000k.
+    units = ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"))
+    unit, name = next((each for each in units if abs(value) >= each[0] * 0.9995), (1, ""))
+    return format_digits(value / unit) + name
+
+
+def format_digits(value: float) -> str:
+    """A finite number with three significant digits and no exponent: 0.052, 12.3, 712."""
+    # A Decimal's format f never writes an exponent; adding 0.0 turns -0 into 0.
+    return f"{Decimal(f'{value + 0.0:.3g}'):f}"
 
 
 def format_seconds(seconds: float) -> str:

@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
+from gpt_pretrain.config.errors import format_short
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
@@ -47,14 +48,6 @@ def _table(title: str, *columns: tuple[str, Side]) -> Table:
     return table
 
 
-def _count(value: float) -> str:
-    # 999,936 is 1M: three digits of it in thousands would be 1e+03k.
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if value >= 0.9995 * unit:
-            return f"{value / unit:.3g}{name}"
-    return f"{value:.3g}"
-
-
 def _header(plan: Plan) -> RenderableType:
     model, layout = plan.spec.model, plan.spec.layout
     split = [("TP", layout.tp), ("PP", layout.pp), ("VP", layout.vp), ("CP", layout.cp), ("DP", layout.dp)]
@@ -65,7 +58,7 @@ def _header(plan: Plan) -> RenderableType:
     grid.add_column(overflow="fold")
     grid.add_row(
         "model",
-        f"{_count(plan.num_parameters)} parameters: {model.num_layers} layers × {model.hidden_size}, "
+        f"{format_short(plan.num_parameters)} parameters: {model.num_layers} layers × {model.hidden_size}, "
         f"sequence {model.encoder_seq_length}, vocabulary {model.vocab_size}",
     )
     grid.add_row(
@@ -77,8 +70,8 @@ def _header(plan: Plan) -> RenderableType:
     grid.add_row("layout", f"{parts}{' + SP' if model.sequence_parallel else ''}{experts}")
     grid.add_row(
         "batch",
-        f"{model.global_batch_size} samples ({_count(tokens)} tokens) a step: {layout.num_microbatches} microbatch(es) "
-        f"of {model.micro_batch_size} per data-parallel rank",
+        f"{model.global_batch_size} samples ({format_short(tokens)} tokens) a step: {layout.num_microbatches} "
+        f"microbatch(es) of {model.micro_batch_size} per data-parallel rank",
     )
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
@@ -214,7 +207,7 @@ def print_plan(plan: Plan, console: Console | None = None) -> None:
     console.print(_memory(plan))
     outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
-    console.print(Text.assemble(("FLOPs per token: ", "bold"), _count(plan.flops_per_token)))
+    console.print(Text.assemble(("FLOPs per token: ", "bold"), format_short(plan.flops_per_token)))
     console.print(Text(f"{FLOPS_FORMULA}\n", style="dim"))
     if plan.speed is not None:
         console.print(_speed(plan, plan.speed))

@@ -10,12 +10,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass
-from decimal import Decimal
 from typing import Any
 
 from rich.text import Text
 
-from gpt_pretrain.config.errors import format_bytes
+from gpt_pretrain.config.errors import format_bytes, format_digits, format_short
 from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.report.records import (
     CheckpointRecord,
@@ -32,27 +31,14 @@ UNKNOWN = "–"
 
 def format_count(value: float | None) -> str:
     """A count or a rate with three significant digits: 987, 12.3k, 1.5M, 2.25B."""
-    if value is None:
-        return UNKNOWN
-    if not math.isfinite(value):
-        return str(value)
-    # A value that rounds up to 1000 of a unit takes the next one: 999,960 is 1M, not 1000k.
-    for unit, name in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= unit * 0.9995:
-            return _three_digits(value / unit) + name
-    return _three_digits(value)
+    return UNKNOWN if value is None else format_short(value)
 
 
 def format_rate(value: float | None) -> str:
     """A measurement such as TFLOP/s with three significant digits, without a unit: 0.052, 12.3, 712."""
     if value is None:
         return UNKNOWN
-    return _three_digits(value) if math.isfinite(value) else str(value)
-
-
-def _three_digits(value: float) -> str:
-    # A Decimal's format f never writes an exponent; adding 0.0 turns -0 into 0.
-    return f"{Decimal(f'{value + 0.0:.3g}'):f}"
+    return format_digits(value) if math.isfinite(value) else str(value)
 
 
 def format_loss(value: float | None) -> str:
