@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.doctor.console import print_verdict
+from gpt_pretrain.doctor.console import WIDTH, print_verdict
 from gpt_pretrain.doctor.facts import (
     Apex,
     Application,
@@ -20,6 +20,7 @@ from gpt_pretrain.doctor.facts import (
 )
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict, platform_of
+from gpt_pretrain.report.console import console_of_width
 from gpt_pretrain.rules.gate import load_config
 from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE, spec_of
 
@@ -165,14 +166,14 @@ def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te,
 )
 def test_the_table_has_its_version_or_what_its_absence_costs(capsys, flash, row):
     facts = replace(HEALTHY, flash_attention=flash)
-    print_verdict(facts, give_verdict(facts))
+    print_verdict(facts, give_verdict(facts), console_of_width(WIDTH))
 
     assert row in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
 def test_recipes_that_run_without_transformer_engine_are_told_beside_its_absence(capsys):
     facts = replace(HEALTHY, transformer_engine=MISSING, torchao=TORCHAO)
-    print_verdict(facts, give_verdict(facts))
+    print_verdict(facts, give_verdict(facts), console_of_width(WIDTH))
     answer = capsys.readouterr().out.partition("exit code")[0]
     assert "does not work with Transformer Engine" in answer
     assert "torchao_tensorwise" in answer
@@ -565,7 +566,7 @@ def test_the_document_and_the_tables_tell_the_same(capsys):
     facts = broken_te("ImportError: x.so: undefined symbol: _ZN3c10")
     verdict = give_verdict(facts)
     document = doctor_document(facts, verdict)
-    print_verdict(facts, verdict)
+    print_verdict(facts, verdict, console_of_width(WIDTH))
     shown = capsys.readouterr().out
 
     assert document["exit_code"] == 3

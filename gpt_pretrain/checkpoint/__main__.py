@@ -16,7 +16,6 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -25,6 +24,7 @@ from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, re
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason
+from gpt_pretrain.report.console import console_of_width
 from gpt_pretrain.spec.recipes import recipes_of
 
 
@@ -76,7 +76,7 @@ def show_list(path: Path) -> None:
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
         table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), *described, mark)
     # A pipe has no width: whole lines, for grep and awk.
-    console = Console(highlight=False, emoji=False, width=None if sys.stdout.isatty() else 200)
+    console = console_of_width(200)
     console.print(table)
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)

@@ -52,13 +52,14 @@ def diagnose(arguments: DoctorArguments) -> int:
     as_json = arguments.json
     if not as_json:
         try:
-            from gpt_pretrain.doctor.console import print_verdict
+            from gpt_pretrain.doctor.console import WIDTH, print_verdict
+            from gpt_pretrain.report.console import console_of_width
         except ModuleNotFoundError as error:
             # The library that draws the tables may be missing as well.
             sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
             as_json = True
         else:
-            print_verdict(facts, verdict)
+            print_verdict(facts, verdict, console_of_width(WIDTH, at_most=WIDTH))
     if as_json:
         sys.stdout.write(json.dumps(doctor_document(facts, verdict), indent=2, ensure_ascii=False) + "\n")
     return verdict.exit_code

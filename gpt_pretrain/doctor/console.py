@@ -1,6 +1,5 @@
 """The doctor's answer as tables, readable at 100 columns, and a line for each fix, to be copied."""
 
-import sys
 from collections.abc import Iterator
 
 from rich import box
@@ -14,8 +13,8 @@ from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.spec.platform import MULTICAST_OFF
 
-# The width where the terminal does not say, and at most.
-_WIDTH = 100
+# Columns of the tables, unless the terminal is narrower.
+WIDTH = 100
 _GOOD, _HALF, _BAD = "bold green", "bold yellow", "bold red"
 _STYLES = {Blocks.training: _BAD, Blocks.fp8: _HALF, Blocks.nothing: "bold cyan"}
 _SLOWER = "runs are slower without it"
@@ -105,13 +104,11 @@ def _answer(verdict: Verdict) -> Panel:
     else:
         grid.add_row("FP8", Text("does not work", _HALF if verdict.trains else _BAD))
     grid.add_row("exit code", str(verdict.exit_code))
-    return Panel(grid, title=Text("doctor", style="bold"), title_align="left", width=_WIDTH)
+    return Panel(grid, title=Text("doctor", style="bold"), title_align="left", width=WIDTH)
 
 
-def print_verdict(facts: Facts, verdict: Verdict) -> None:
-    """Prints an answer to standard output, 100 columns wide, or less in a narrower terminal."""
-    console = Console(highlight=False, emoji=False)
-    console.width = min(console.width, _WIDTH) if sys.stdout.isatty() else _WIDTH
+def print_verdict(facts: Facts, verdict: Verdict, console: Console) -> None:
+    """Prints an answer."""
     libraries = _table("What is here", "", "version", "", whole=2)
     for row in _libraries(facts):
         libraries.add_row(*map(Text, row))

@@ -36,8 +36,9 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     for job in jobs:
         check_run_dir(job.config)
     # Tables take a while to load: not before the gate has let the command line through.
-    from gpt_pretrain.plan.document import print_plan, write_plan
+    from gpt_pretrain.plan.document import WIDTH, print_plan, write_plan
     from gpt_pretrain.plan.forecast import build_plan
+    from gpt_pretrain.report.console import console_of_width
 
     if problems := [
         problem + (f" [{job.name}]" if len(jobs) > 1 else "")
@@ -49,7 +50,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         print_job(number, jobs)
         run_dir = make_run_dir(job.config.run_dir, job.config.name)
         plan = build_plan(job.config)
-        print_plan(plan)
+        print_plan(plan, console_of_width(WIDTH, at_most=WIDTH))
         sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")
 
 

@@ -196,11 +196,8 @@ def _speed(plan: Plan, speed: SpeedForecast) -> Table:
     return table
 
 
-def print_plan(plan: Plan, console: Console | None = None) -> None:
-    """Prints a plan, by default to standard output: 100 columns wide, or less in a narrower terminal."""
-    if console is None:
-        console = Console(highlight=False, emoji=False)
-        console.width = min(console.width, WIDTH) if console.is_terminal else WIDTH
+def print_plan(plan: Plan, console: Console) -> None:
+    """Prints a plan."""
     console.print(_header(plan))
     _print_settings(plan, console)
     _print_products(plan, console)

@@ -38,10 +38,14 @@ MAX_WIDTH = 100
 _NUM_TENSORS = 3
 
 
-def console_of_width(width: int) -> Console:
-    """Standard output: as wide as its terminal, or `width` columns without one."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+def console_of_width(width: int, *, at_most: int | None = None) -> Console:
+    """Standard output: as wide as its terminal, but no more than `at_most`, or `width` columns without one."""
+    console = Console(highlight=False, emoji=False)
+    if not console.file.isatty():
+        console.width = width
+    elif at_most is not None:
+        console.width = min(console.width, at_most)
+    return console
 
 
 def print_line(out: Console, line: str) -> None:
