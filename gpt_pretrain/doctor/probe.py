@@ -35,7 +35,7 @@ from gpt_pretrain.doctor.facts import (
     TorchAO,
     TransformerEngine,
 )
-from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files
+from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files, installed_version
 from gpt_pretrain.spec import platform
 
 _WATCHED = (
@@ -77,7 +77,7 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
         apex=found["apex"],
         application=found[application],
         requirements=found["requirements"],
-        packages={name: version for name in _PACKAGES if (version := _installed_version(name)) is not None},
+        packages={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
         environment={name: os.environ[name] for name in _WATCHED if name in os.environ},
         shared_memory_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
         assumed_gpu=None if assumed_gpu is None else assumed_gpu.name,
@@ -98,7 +98,7 @@ def run_probes(queues: Sequence[Sequence[str]]) -> dict[str, Any]:
 
 
 def _run_probe(name: str, path: Path) -> Any:
-    version = _installed_version("megatron-core" if name.startswith("application") else name)
+    version = installed_version("megatron-core" if name.startswith("application") else name)
     stderr = path.with_suffix(".stderr")
     command = [sys.executable, "-m", "gpt_pretrain.doctor.probe", name, str(path)]
     try:
@@ -121,14 +121,6 @@ def _run_probe(name: str, path: Path) -> Any:
         return Failure(problem=f"loading it ended Python with {ended}{why}", version=version)
     found = pickle.loads(path.read_bytes())
     return replace(found, version=version) if isinstance(found, Failure) else found
-
-
-def _installed_version(name: str) -> str | None:
-    """The version of an installed package, loadable or not."""
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 class _Unusable(Exception):
@@ -304,7 +296,7 @@ def _probe_requirements() -> tuple[Requirement, ...] | None:
         # Requirements of an extra have a marker that is false without it.
         if each.marker is not None and not each.marker.evaluate({"extra": ""}):
             continue
-        installed = _installed_version(each.name)
+        installed = installed_version(each.name)
         if installed is None or not each.specifier.contains(installed, prereleases=True):
             unmet.append(Requirement(needed=str(each), installed=installed))
     return tuple(unmet)

@@ -23,7 +23,7 @@ import subprocess
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -52,13 +52,19 @@ _WORDS = {
 }
 
 
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed package, loadable or not."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def library_versions() -> list[str]:
     """Python and the installed libraries that decide what a run computes: "torch 2.11.0"."""
-    versions = [f"Python {platform.python_version()}"]
-    for name in ("torch", "megatron-core", "transformer-engine", "hydra-core"):
-        with suppress(importlib.metadata.PackageNotFoundError):
-            versions.append(f"{name} {importlib.metadata.version(name)}")
-    return versions
+    names = ("torch", "megatron-core", "transformer-engine", "hydra-core")
+    installed = [f"{name} {version}" for name in names if (version := installed_version(name)) is not None]
+    return [f"Python {platform.python_version()}", *installed]
 
 
 def ask_driver() -> tuple[str, list[str]]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from gpt_pretrain.config.errors import how_to_install
-from gpt_pretrain.launch.environment import ended_while_importing
+from gpt_pretrain.launch.environment import ended_while_importing, installed_version
 
 if TYPE_CHECKING:
     import torch
@@ -177,9 +177,8 @@ def _version_and_problem(
     distribution: str, needed: str, suits: Callable[[str], bool], names: tuple[str, ...]
 ) -> tuple[str | None, str | None]:
     """The two fields of `Platform` about a library; `names` are a module and what is used from it."""
-    try:
-        version = importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
+    version = installed_version(distribution)
+    if version is None:
         return None, None
     problem = _why_it_does_not_load(*names) if suits(version) else f"{needed} is needed, and {version} is installed"
     return (version if problem is None else None), problem
