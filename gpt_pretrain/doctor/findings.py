@@ -234,7 +234,8 @@ def _unless_taken(problem: str, fix: str) -> str:
 def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
     """What is wrong with a TE that is missing or broken, and the fix."""
     if te.is_missing:
-        return "is not installed: runs use megatron-core's local layers, with TorchAO's FP8 recipes only", install_command("te")
+        without = "runs use megatron-core's local layers, with TorchAO's FP8 recipes only"
+        return f"is not installed: {without}", install_command("te")
     for pattern, cause, fix in _causes(te, torch, facts):
         if re.search(pattern, te.problem):
             return f"does not load: {te.problem}. {cause}", fix

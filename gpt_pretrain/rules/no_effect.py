@@ -289,7 +289,7 @@ def _loop_rows() -> Iterator[NoEffect]:
     yield NoEffect("sample.temperature", _without_sample)
     without_wandb = _with("logging.wandb", False)
     yield NoEffect("logging.wandb_project", without_wandb, silent=("",))
-    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb", joint=": ")
+    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb")
 
 
 def why_no_effect(run: Resolved, key: str) -> str:
