@@ -93,8 +93,17 @@ def test_fp8_run_writes_in_bf16(tmp_path):
 
 def test_what_a_runs_gpus_did_faster_is_not_asked_of_this_machine(llama):
     saved = open_checkpoint(llama)
-    model = replace(saved.config.model, cuda_graph_impl=CudaGraphImpl.local, tp_comm_overlap=True, nccl_ub=False)
-    config = inference_config(replace(saved, config=replace(saved.config, model=model)))
+    model = replace(
+        saved.config.model,
+        tensor_model_parallel_size=2,
+        tp_comm_overlap=True,
+        overlap_moe_expert_parallel_comm=True,
+        compile=True,
+        cuda_graph_impl=CudaGraphImpl.local,
+    )
+    trainer = replace(saved.config.trainer, deterministic=True)
+    config = inference_config(replace(saved, config=replace(saved.config, model=model, trainer=trainer)))
+    assert config == inference_config(saved)
     with loaded_model(saved, config) as loaded:
         assert not loaded.config.tp_comm_overlap
         assert loaded.config.cuda_graph_impl == "none"

@@ -160,8 +160,8 @@ def _described(model: ModelConfig, keys: Sequence[str]) -> dict[str, str]:
     return {f"model.{key}": written(getattr(model, key)) for key in keys}
 
 
-def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
-    """What decides which tensors there are, their shapes and their meaning; plain text by key."""
+def describe_weights(model: ModelConfig) -> dict[str, str]:
+    """The keys that decide which weights there are, their shapes and what is computed with them; plain text by key."""
     described = _described(model, _ARCHITECTURE_KEYS)
     if model.position_embedding_type is PositionEmbedding.learned_absolute:
         described |= _described(model, ["max_position_embeddings"])
@@ -172,6 +172,12 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
         "model.ffn_hidden_size": str(ffn_hidden_size(model)),
         "model.num_query_groups": str(num_query_groups(model)),
         "model.kv_channels": str(kv_channels(model)),
+    }
+
+
+def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> dict[str, str]:
+    """What decides which tensors there are, their shapes and their meaning; plain text by key."""
+    return describe_weights(model) | {
         "padded vocabulary": str(padded_vocab_size(model)),
         "model.optim.name": model.optim.name.name,
         # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.

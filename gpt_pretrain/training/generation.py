@@ -6,7 +6,6 @@ where causal attention does not look. That is slow for long texts, but simple.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from math import lcm
 from pathlib import Path
 from typing import Any
@@ -18,9 +17,9 @@ from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_regi
 from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
-from gpt_pretrain.checkpoint.state import METADATA, take_extra_states
-from gpt_pretrain.config.choices import CudaGraphImpl, Precision
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.checkpoint.state import METADATA, describe_weights, take_extra_states
+from gpt_pretrain.config.choices import Precision
+from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.tokenizer import Tokenizer
@@ -28,6 +27,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.megatron.pickles import restricted
+from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.run_spec import build_run_spec
 
@@ -224,53 +224,23 @@ def continuations(
 
 
 def inference_config(saved: SavedModel) -> Config:
-    """The saved run's configuration for inference in one process: no layout, no FP8, its own precision."""
-    is_fp32 = saved.manifest.architecture.get("parameters") == "float32"
-    model = replace(
-        saved.config.model,
-        micro_batch_size=1,
-        global_batch_size=1,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-        moe_grouped_gemm=None,
-        moe_grouped_kernel=None,
-        moe_permute_fusion=None,
-        moe_router_padding_for_quantization=False,
-        sequence_parallel=False,
-        use_distributed_optimizer=False,
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        ddp_bucket_size=None,
-        fp8=False,
-        fp8_params=False,
-        fp8_emulate=False,
-        activations_checkpoint_granularity=None,
-        activations_checkpoint_method=None,
-        activations_checkpoint_num_layers=None,
-        # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
-        transformer_engine=False if is_fp32 else None,
-        bias_activation_fusion=None,
-        activation_cast_fusion=None,
-        bias_dropout_add_fusion=None,
-        masked_softmax_fusion=None,
-        # Compiling it would take seconds, for a few tokens.
-        use_flash_attention=False,
-        apply_rope_fusion=None,
-        fused_single_qkv_rope=None,
-        gradient_accumulation_fusion=None,
-        embedding_gradient_fusion=None,
-        cross_entropy_loss_fusion=None,
-        cross_entropy_fusion_impl=None,
-        # Buffers and graphs have the shape of a microbatch.
-        tp_comm_overlap=False,
-        cuda_graph_impl=CudaGraphImpl.none,
+    """The default configuration with the saved model, in one process: no layout, no FP8, its own precision."""
+    model, is_fp32 = saved.config.model, saved.manifest.architecture.get("parameters") == "float32"
+    return load_config(
+        [
+            *("model=base", "parallelism=single", "fp8=none"),
+            *(f"{key}={value}" for key, value in describe_weights(model).items()),
+            f"model.make_vocab_size_divisible_by={model.make_vocab_size_divisible_by}",
+            f"model.encoder_seq_length={model.encoder_seq_length}",
+            f"trainer.precision={(Precision.fp32 if is_fp32 else Precision.bf16).name}",
+            # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
+            f"model.transformer_engine={written(False if is_fp32 else None)}",
+            # Compiling it would take seconds, for a few tokens.
+            "model.use_flash_attention=false",
+            # Graphs have the shape of a microbatch.
+            "model.cuda_graph_impl=none",
+        ]
     )
-    precision = Precision.fp32 if is_fp32 else Precision.bf16
-    return replace(saved.config, model=model, trainer=replace(saved.config.trainer, precision=precision))
 
 
 @contextmanager
