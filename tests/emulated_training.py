@@ -12,8 +12,9 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import distributed_c10d
 
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch

@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.state import RANDOM_STATES, Progress
+from gpt_pretrain.checkpoint.manifest import Progress, read_manifest
+from gpt_pretrain.checkpoint.state import RANDOM_STATES
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus

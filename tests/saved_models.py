@@ -7,8 +7,9 @@ from pathlib import Path
 
 import torch
 
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
 from gpt_pretrain.fp8.local_layers import fp8_layers

@@ -17,8 +17,8 @@ from gpt_pretrain.checkpoint.load import (
     load_weights,
     verify_checkpoint,
 )
-from gpt_pretrain.checkpoint.manifest import read_manifest
-from gpt_pretrain.checkpoint.state import Progress, describe_fp8_state, keeps_fp8_state, take_extra_states
+from gpt_pretrain.checkpoint.manifest import Progress, read_manifest
+from gpt_pretrain.checkpoint.state import describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device

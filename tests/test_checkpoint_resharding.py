@@ -16,7 +16,7 @@ from filelock import FileLock
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups

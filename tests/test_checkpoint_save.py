@@ -23,9 +23,8 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from gpt_pretrain.checkpoint import save, writing
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import Progress, check_files, read_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.checkpoint.writing import Item, Share
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.load import config_to_dict

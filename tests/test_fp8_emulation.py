@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products

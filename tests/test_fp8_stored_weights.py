@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.rules.gate import load_config

@@ -8,7 +8,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress, random_states
+from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.state import random_states
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.whole_layers import release_graphs, without_graphs
 from gpt_pretrain.training.step import mean_loss, validate

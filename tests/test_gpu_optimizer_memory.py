@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from tests.emulated_training import build_training_of, emulated_training, save_checkpoint
 from tests.optimizer_states import (
     LEAN,

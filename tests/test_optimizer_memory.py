@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update

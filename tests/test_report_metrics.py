@@ -273,6 +273,7 @@ def test_records_of_earlier_versions_are_read(tmp_path):
         ('{"kind": "start", "step": 1}', '"start" .*"time_unix"'),
         ('{"kind": "start", "step": "1", "time_unix": 1}', '"step" .*"start": \'1\' .*int'),
         ('{"kind": "start", "step": 1.5, "time_unix": 1}', r"1\.5 .*int"),
+        ('{"kind": "start", "step": -1, "time_unix": 1}', '"step" .*-1'),
         ('{"kind": "start", "step": 1, "time_unix": true}', "True .*float"),
         ('{"kind": "start", "step": 1, "time_unix": 1' + "0" * 400 + "}", "too large"),
         ("[" * 100_000, ""),

@@ -7,8 +7,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
-from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress, check_files, read_manifest
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.rewind import checkpoints_away_from, take_back
@@ -97,9 +96,9 @@ def test_what_is_given_up_goes_and_nothing_else(tmp_path):
     assert sorted(path.name for path in tmp_path.glob("*")) == ["latest", "step_00000010", "step_00000500"], (
         "step 500 is not this run's to remove"
     )
-    assert read_manifest(paths[1]).passed_over == after.manifest.passed_over == [[80, 184]]
+    assert read_manifest(paths[1]).passed_over == after.manifest.passed_over == ((80, 184),)
     assert (after.manifest.consumed_samples, after.manifest.rewinds) == (264, 1)
-    assert read_manifest(paths[1]).given_up == [[11, 1015.0], [31, 2000.0]]
+    assert read_manifest(paths[1]).given_up == ((11, 1015.0), (31, 2000.0))
     assert check_files(paths[1], after.manifest) == []
 
 
@@ -140,7 +139,7 @@ def test_a_run_goes_back_as_if_the_samples_up_to_the_spike_had_not_been(num_rank
     for rank, share in enumerate(shares):
         assert run.samples("spiked", rank) == [sample for sample in read if sample % 4 in share]
     saved = run.newest("spiked")
-    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 140, 1, [[64, 20]])
+    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 140, 1, ((64, 20),))
 
     # Which saves once, at its end: a save changes nothing.
     left_out = {rank: [["leave_out_samples", 64, 20]] for rank in range(num_ranks)}
@@ -175,7 +174,7 @@ def test_a_run_killed_after_a_rewind_or_in_it_ends_as_the_one_that_never_was(kil
     assert curve(run.folder / "killed") == curve(uncut)
     assert weights(run.folder / "killed") == weights(uncut)
     saved = run.newest("killed")
-    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 140, 1, [[64, 20]])
+    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 140, 1, ((64, 20),))
     if kill[0] == "die_at_step":
         first = {22: 22, 28: 26}[kill[1]]
         assert run.samples("killed")[before:] == steps(first, 35), "what was passed over stays so"
@@ -190,7 +189,7 @@ def test_a_run_that_went_back_goes_on_in_another_layout_with_the_sample_that_com
     assert codes == [0], text
     assert run.samples("run")[before:] == steps(28, 29)
     saved = run.newest("run")
-    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (24, 116, 1, [[64, 20]])
+    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (24, 116, 1, ((64, 20),))
 
 
 def test_one_spike_more_than_it_may_go_back_behind_ends_the_run_with_a_dump(run):
@@ -212,7 +211,7 @@ def test_a_spike_soon_after_a_rewind_goes_back_one_checkpoint_more(run):
     assert [(record["step"], record["spike_step"]) for record in run.records("run", "rewind")] == [(24, 29), (20, 25)]
     assert run.samples("run") == [*steps(1, 29), *steps(30, 30), *steps(31, 40)]
     saved = run.newest("run")
-    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 160, 2, [[80, 40]])
+    assert (saved.step, saved.consumed_samples, saved.rewinds, saved.passed_over) == (30, 160, 2, ((80, 40),))
 
 
 def test_a_spike_with_no_checkpoint_before_it_is_trained_on_and_what_lies_near_it_is_no_way_back(run):
@@ -228,7 +227,7 @@ def test_a_spike_with_no_checkpoint_before_it_is_trained_on_and_what_lies_near_i
     assert "step 21 is trained on: there is no checkpoint 3 steps away from every spike" in text
     assert run.samples("run") == steps(1, 30)
     assert load_metrics(run.folder / "run").rewinds == []
-    assert run.newest("run").spikes == [21, 25]
+    assert run.newest("run").spikes == (21, 25)
 
 
 def test_a_checkpoint_of_an_attempt_that_was_given_up_is_no_way_back(run):

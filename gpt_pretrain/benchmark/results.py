@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Self
 
 from gpt_pretrain.config.derived import flops_per_token
-from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.products import Resolved
 

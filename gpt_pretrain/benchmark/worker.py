@@ -19,11 +19,11 @@ from gpt_pretrain.benchmark.results import Failure, Forecast, MachineSeen, Measu
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
-from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 

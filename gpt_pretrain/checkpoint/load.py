@@ -28,12 +28,11 @@ from gpt_pretrain.checkpoint.directory import (
     step_of,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import Manifest, Progress, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     EXTRA_STATE,
     RANDOM_STATES,
-    Progress,
     Trainable,
     architecture,
     chunks_by_name,
@@ -164,8 +163,8 @@ def _give_up_others(start: Start, directory: Path) -> Start:
     now = on_rank_zero(time_if_any)
     if now is None:
         return start
-    before = [[step, saved] for step, saved in manifest.given_up if step < first]
-    manifest = replace(manifest, given_up=[*before, [first, now]])
+    before = [(step, saved) for step, saved in manifest.given_up if step < first]
+    manifest = replace(manifest, given_up=(*before, (first, now)))
     return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
 
 
@@ -239,16 +238,7 @@ def load_checkpoint(
             restore_random_states(state[RANDOM_STATES])
         else:
             _seed_anew(model.seed, manifest.step)
-    progress = Progress(
-        step=manifest.step,
-        consumed_samples=manifest.consumed_samples,
-        rewinds=manifest.rewinds,
-        passed_over=tuple((first, number) for first, number in manifest.passed_over),
-        losses=tuple(manifest.losses),
-        spikes=tuple(manifest.spikes),
-        given_up=tuple((int(step), time) for step, time in manifest.given_up),
-    )
-    return Restored(progress=progress, notes=notes)
+    return Restored(progress=manifest.progress, notes=notes)
 
 
 def load_weights(

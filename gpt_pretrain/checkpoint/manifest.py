@@ -4,21 +4,20 @@
 torch. A SHA-256 of its own shows a changed digit in it, as the files' hashes do in a tensor.
 """
 
-import dataclasses
 import hashlib
 import importlib.metadata
 import json
 import stat
-import typing
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePath
-from typing import Any, Self
+from typing import Any
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.data.cache import fingerprint
 
 MANIFEST = "manifest.json"
@@ -30,38 +29,44 @@ _NUM_THREADS = 4
 _READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
-# Counts of steps, samples and bytes, and seconds since 1970 of which every system makes a date.
-_LARGEST, _LAST_S = 2**53, 2**32
+# Seconds since 1970 of which every system makes a date.
+_LAST_S = 2**32
 _ANOTHER = "use another checkpoint of the run"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FileDigest:
+class FileDigest(JsonObject):
     """What a file must be; its SHA-256 is hexadecimal."""
 
     num_bytes: int
     sha256: str
 
-    @classmethod
-    def of(cls, name: str, entry: Any) -> Self:
-        """Reads a file's entry in `manifest.json`; a ValueError if it is malformed or the file is elsewhere."""
-        if PurePath(name).name != name:
-            raise ValueError(f"{name!r} is not the name of a file in its directory")
-        if not isinstance(entry, dict) or not all(
-            _fits(entry.get(field.name), field.type) for field in dataclasses.fields(cls)
-        ):
-            raise ValueError(f"{name!r} has no num_bytes and sha256")
-        return cls(num_bytes=entry["num_bytes"], sha256=entry["sha256"])
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
-    """What a checkpoint says of itself and of the run that saved it; older ones lack the fields with defaults."""
+class Progress(JsonObject):
+    """How far a run is; manifests of older checkpoints lack the fields with defaults."""
 
     step: int
     """Optimizer steps done."""
     consumed_samples: int
     """Training samples behind the run in the data, including those passed over."""
+    rewinds: int = 0
+    """How often the run went back behind a loss spike."""
+    passed_over: tuple[tuple[int, int], ...] = ()
+    """Samples that rewinds gave up and nothing was trained on: the first and the number of each range."""
+    losses: tuple[float, ...] = ()
+    """The last losses in nats per token, oldest first, by which spikes are found."""
+    spikes: tuple[int, ...] = ()
+    """Steps with a loss spike that the run kept."""
+    given_up: tuple[tuple[int, float], ...] = ()
+    """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
+    of that step or a later one that were saved before that time (`directory.is_given_up`)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Manifest(Progress):
+    """What a checkpoint says of itself and of the run that saved it."""
+
     time_unix: float
     """When it was saved: seconds since 1970-01-01 UTC."""
     versions: Mapping[str, str]
@@ -78,17 +83,6 @@ class Manifest:
     """What decides the meaning of FP8 scales and amax histories (`state.describe_fp8_state`); empty without any."""
     files: Mapping[str, FileDigest]
     """Every other file of the checkpoint's directory, by its name."""
-    rewinds: int = 0
-    """How often the run went back behind a loss spike."""
-    passed_over: Sequence[Sequence[int]] = ()
-    """Samples that rewinds gave up and nothing was trained on: the first and the number of each range."""
-    losses: Sequence[float] = ()
-    """The last losses in nats per token, oldest first, by which spikes are found."""
-    spikes: Sequence[int] = ()
-    """Steps with a loss spike that the run kept."""
-    given_up: Sequence[Sequence[float]] = ()
-    """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
-    of that step or a later one that were saved before that time (`directory.is_given_up`)."""
     gives_way: bool = False
     """Whether the next checkpoint replaces it, because only the clock asked for it."""
 
@@ -97,41 +91,10 @@ class Manifest:
         """Bytes of all files together."""
         return sum(file.num_bytes for file in self.files.values())
 
-    def to_json(self) -> dict[str, Any]:
-        """Plain values, without the manifest's own hash."""
-        return {"format_version": FORMAT_VERSION, **dataclasses.asdict(self)}
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Self:
-        """Undoes `to_json` and ignores unknown fields; a ValueError if a field is missing or holds something else."""
-        fields = [
-            field for field in dataclasses.fields(cls) if field.name in values or field.default is dataclasses.MISSING
-        ]
-        for field in fields:
-            if not _fits(values.get(field.name), field.type):
-                raise ValueError(f'"{field.name}" is missing or has a wrong value')
-        if not 0 <= values["time_unix"] <= _LAST_S:
-            raise ValueError('"time_unix" is not a date')
-        pairs = [pair for name in ("passed_over", "given_up") for pair in values.get(name, [])]
-        if any(len(pair) != 2 for pair in pairs):
-            raise ValueError('"passed_over" and "given_up" hold pairs')
-        files = {name: FileDigest.of(name, entry) for name, entry in values["files"].items()}
-        known = {field.name: values[field.name] for field in fields}
-        return cls(**{**known, "files": files})
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a JSON value, with everything inside it, fits a field's type."""
-    origin, inside = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Mapping:
-        return isinstance(value, dict) and all(_fits(each, inside[1]) for each in value.values())
-    if origin is Sequence:
-        return isinstance(value, list) and all(_fits(each, inside[0]) for each in value)
-    if kind is int:
-        return type(value) is int and 0 <= value <= _LARGEST
-    types = {bool: (bool,), str: (str,), float: (int, float)}
-    # `FileDigest.of` checks files, the schema the configuration.
-    return type(value) in types[kind] if kind in types else True
+    @property
+    def progress(self) -> Progress:
+        """How far the run was."""
+        return Progress(**{field.name: getattr(self, field.name) for field in fields(Progress)})
 
 
 def installed_versions() -> dict[str, str]:
@@ -145,7 +108,7 @@ def installed_versions() -> dict[str, str]:
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
     """Writes `manifest.json` into a checkpoint's directory, and waits until the disk has it."""
-    values = manifest.to_json()
+    values = {"format_version": FORMAT_VERSION, **manifest.to_json()}
     text = json.dumps({**values, "sha256": fingerprint(values)}, indent=1, sort_keys=True)
     write_file(directory / MANIFEST, text + "\n")
 
@@ -181,9 +144,15 @@ def read_manifest(path: Path) -> Manifest:
             f"{FORMAT_VERSION}; use the version that wrote it: {wrote or 'it does not say which'}"
         )
     try:
-        return Manifest.from_json(values)
-    except (ValueError, TypeError) as error:
+        manifest = Manifest.from_json(values)
+        times = [manifest.time_unix, *(moment for _, moment in manifest.given_up)]
+        if not all(0 <= moment <= _LAST_S for moment in times):
+            raise ValueError('"time_unix" or "given_up" holds no date')
+        if elsewhere := [name for name in manifest.files if PurePath(name).name != name]:
+            raise ValueError(f"{elsewhere[0]!r} is not the name of a file in its directory")
+    except ValueError as error:
         raise UserError(f"{file} is garbled ({error}); {_ANOTHER}") from error
+    return manifest
 
 
 def deal[Item](items: Iterable[Item], size_of: Callable[[Item], int], num_shares: int) -> list[list[Item]]:

@@ -42,11 +42,10 @@ from gpt_pretrain.checkpoint.directory import (
     latest_checkpoint,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import Manifest, installed_versions
+from gpt_pretrain.checkpoint.manifest import Manifest, Progress, installed_versions
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     METADATA,
-    Progress,
     Trainable,
     architecture,
     describe_fp8_state,

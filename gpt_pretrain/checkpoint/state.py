@@ -83,19 +83,6 @@ _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
-    """How far a run is; `manifest.Manifest` describes the fields."""
-
-    step: int
-    consumed_samples: int
-    rewinds: int = 0
-    passed_over: tuple[tuple[int, int], ...] = ()
-    losses: tuple[float, ...] = ()
-    spikes: tuple[int, ...] = ()
-    given_up: tuple[tuple[int, float], ...] = ()
-
-
 @dataclass(kw_only=True, slots=True)
 class Trainable:
     """What a run trains and a checkpoint holds."""

@@ -15,7 +15,7 @@ from typing import Literal
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import read_foreign_json, write_file
-from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Record
 
 VERSION = 1
@@ -277,5 +277,5 @@ def load_comparison(path: Path) -> Comparison:
         if values.get("version") != VERSION:
             raise ValueError(f"expected version={VERSION}")
         return Comparison.from_json(values)
-    except (FileNotFoundError, ValueError, OverflowError) as error:
+    except (FileNotFoundError, ValueError) as error:
         raise UserError(f"{path} is not a {FILE_NAME} of this version: {error}; compare the runs again") from error

@@ -27,8 +27,8 @@ from gpt_pretrain.compare.document import (
     RunRecord,
     write_result,
 )
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_gib, format_loss, format_share
-from gpt_pretrain.report.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Tensor
 
 PAGE_NAME = "compare.html"

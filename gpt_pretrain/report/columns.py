@@ -15,7 +15,7 @@ from typing import Any
 from rich.text import Text
 
 from gpt_pretrain.config.errors import format_bytes, format_digits, format_short
-from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,

@@ -187,7 +187,7 @@ def _parse(line: bytes, place: str) -> Record | None:
             raise ValueError('not a JSON object with a "kind"')
         record = RECORD_KINDS.get(values["kind"])
         return None if record is None else record.from_json(values)
-    except (ValueError, OverflowError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None
 
 

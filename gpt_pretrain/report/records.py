@@ -4,14 +4,14 @@ The records are the contract between a run and everything that reads it later (t
 scripts), so they are plain data: no torch, no configuration. `make docs` prints the strings below the fields on its
 page about metrics.
 
-Numbers that are not finite are written as strings (`json_objects`). Readers ignore unknown kinds.
+Numbers that are not finite are written as strings (`config.json_objects`). Readers ignore unknown kinds.
 """
 
 import json
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from gpt_pretrain.report.json_objects import JsonObject
+from gpt_pretrain.config.json_objects import JsonObject
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
 """Why a run ended: all steps done, the time used up, Ctrl-C, SIGTERM or SIGHUP, SIGUSR1 (Slurm's warning), too many

@@ -28,12 +28,12 @@ from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.json_objects import to_json_value
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.whole_layers import without_graphs
-from gpt_pretrain.report.json_objects import to_json_value
 from gpt_pretrain.spec.run_spec import RunSpec
 from gpt_pretrain.training.step import compute_gradients, mean_loss
 from gpt_pretrain.training.stop import BadStep

@@ -20,8 +20,7 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, out_of_the_way, step_of
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint, load_checkpoint, resume_from
-from gpt_pretrain.checkpoint.manifest import write_manifest
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress, write_manifest
 from gpt_pretrain.config.files import fsync, write_file
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.report.records import LossSpikeRecord, RewindRecord
@@ -105,7 +104,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
         consumed_samples=next_sample,
         rewinds=given_up_at.rewinds + 1,
         given_up=given_up_at.given_up,
-        passed_over=[*saved.passed_over, [saved.consumed_samples, next_sample - saved.consumed_samples]],
+        passed_over=(*saved.passed_over, (saved.consumed_samples, next_sample - saved.consumed_samples)),
     )
 
     def write() -> None:

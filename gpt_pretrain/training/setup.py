@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.state import Progress, Trainable, keeps_fp8_state
+from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config

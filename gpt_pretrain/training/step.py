@@ -11,7 +11,8 @@ import psutil
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gpt_pretrain.checkpoint.state import Progress, Trainable
+from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.state import Progress
+from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups

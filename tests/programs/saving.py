@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.checkpoint import writing
-from gpt_pretrain.checkpoint.manifest import FileDigest
+from gpt_pretrain.checkpoint.manifest import FileDigest, Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Progress
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups

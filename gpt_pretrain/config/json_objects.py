@@ -9,16 +9,19 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
+from reprlib import repr as shortened
 from typing import Any, Self, get_args, get_origin, get_type_hints
 
 type JsonValue = str | int | float | list[JsonValue] | dict[str, JsonValue] | None
 
 _NOT_FINITE = ("nan", "inf", "-inf")
+# No count of steps, samples, tokens or bytes is larger.
+_LARGEST = 2**53
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JsonObject:
-    """A dataclass whose fields hold strings, numbers, such objects, None, or tuples of these."""
+    """A dataclass whose fields hold strings, numbers, booleans, such objects, None, or tuples and mappings of these."""
 
     def to_json(self) -> dict[str, JsonValue]:
         """The object as `json.dumps` takes it."""
@@ -29,7 +32,7 @@ class JsonObject:
         """Builds the object from what `json.loads` returned.
 
         Fields with a default may be missing, as in files of earlier versions. Raises `ValueError` if another field is
-        missing or a value has the wrong type.
+        missing or a value has the wrong type. Integers are counts.
         """
         # mypy considers the class itself unhashable.
         kind: type = cls
@@ -42,7 +45,7 @@ class JsonObject:
                     raise ValueError(f'{cls.described()} has no field "{name}"')
             try:
                 arguments[name] = _from_json(values.get(name), hint)
-            except ValueError as error:
+            except (ValueError, OverflowError) as error:
                 raise ValueError(f'field "{name}" of {cls.described()}: {error}') from None
         return cls(**arguments)
 
@@ -70,8 +73,10 @@ def to_json_value(value: Any) -> JsonValue:
 class _Shape:
     """What a field's annotation accepts in JSON."""
 
-    item: Any
-    """Annotation of a tuple's elements; None if it is not a tuple."""
+    container: Any
+    """tuple or Mapping; None if it is neither."""
+    inside: tuple[Any, ...]
+    """What a container's annotation names."""
     nested: type[JsonObject] | None
     """The class of an object."""
     accepted: tuple[type, ...]
@@ -87,29 +92,48 @@ def _hints(cls: type) -> dict[str, Any]:
 
 @cache
 def _shape(hint: Any) -> _Shape:
-    if get_origin(hint) is tuple:
-        return _Shape(get_args(hint)[0], None, ())
-    parts = get_args(hint) or (hint,)
+    parts = (hint,) if get_origin(hint) in (tuple, Mapping) else get_args(hint) or (hint,)
+    container = next((part for part in parts if get_origin(part) in (tuple, Mapping)), None)
     accepted = tuple(dict.fromkeys(part if isinstance(part, type) else type(part) for part in parts))
-    return _Shape(None, next((part for part in accepted if issubclass(part, JsonObject)), None), accepted)
+    nested = next((part for part in accepted if issubclass(part, JsonObject)), None)
+    return _Shape(get_origin(container), get_args(container), nested, accepted)
 
 
 def _from_json(value: Any, hint: Any) -> Any:
     """Undoes `to_json_value`; accepts whole numbers for floats, because JSON writers drop the point."""
     shape = _shape(hint)
-    if shape.item is not None:
-        if not isinstance(value, list):
-            raise ValueError(f"{value!r} is not a list")
-        return tuple(_from_json(item, shape.item) for item in value)
+    if hint is Any or (value is None and type(None) in shape.accepted):
+        return value
+    if shape.container is not None:
+        return _read_container(value, shape)
     if shape.nested is not None:
-        if value is None and type(None) in shape.accepted:
-            return None
         if not isinstance(value, dict):
-            raise ValueError(f"{value!r} is not an object")
+            raise ValueError(f"{shortened(value)} is not an object")
         return shape.nested.from_json(value)
     if float in shape.accepted and (type(value) is int or value in _NOT_FINITE):
         return float(value)
-    if not isinstance(value, shape.accepted) or isinstance(value, bool):
+    if not isinstance(value, shape.accepted) or (isinstance(value, bool) and bool not in shape.accepted):
         names = " or ".join("null" if kind is type(None) else kind.__name__ for kind in shape.accepted)
-        raise ValueError(f"{value!r} is not {names}")
+        raise ValueError(f"{shortened(value)} is not {names}")
+    if type(value) is int and not 0 <= value <= _LARGEST:
+        raise ValueError(f"{shortened(value)} is not a count from 0 to {_LARGEST}")
     return value
+
+
+def _read_container(value: Any, shape: _Shape) -> tuple[Any, ...] | dict[str, Any]:
+    if shape.container is tuple:
+        if not isinstance(value, list):
+            raise ValueError(f"{shortened(value)} is not a list")
+        kinds = shape.inside[:1] * len(value) if shape.inside[-1] is Ellipsis else shape.inside
+        if len(value) != len(kinds):
+            raise ValueError(f"{shortened(value)} does not hold {len(kinds)} values")
+        return tuple(map(_from_json, value, kinds))
+    if not isinstance(value, dict):
+        raise ValueError(f"{shortened(value)} is not an object")
+    read = {}
+    for key, item in value.items():
+        try:
+            read[key] = _from_json(item, shape.inside[1])
+        except ValueError as error:
+            raise ValueError(f"{shortened(key)}: {error}") from None
+    return read
