@@ -36,6 +36,7 @@ from gpt_pretrain.benchmark.results import (
     Machine,
     Measured,
     Part,
+    PlatformSeen,
     Row,
     attainable_tflops,
     compute_figures,
@@ -52,6 +53,7 @@ from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.platform import detect_platform
 from gpt_pretrain.spec.products import resolve
+from tests import platforms
 from tests.forked_runs import forked_python
 from tests.planning import SEPARATE_KERNELS
 
@@ -406,6 +408,14 @@ def test_the_json_reads_back_as_the_figures(compose_config):
     assert document["version"] == 1
     assert [Row.from_json(values) for values in document["variants"]] == rows
     assert document["config"]["benchmark"]["overrides"]["bf16"] == "fp8=none"
+
+
+@pytest.mark.parametrize(
+    "platform", [platforms.CPU, replace(platforms.H200, recipe_variables={"NVTE_DPA_FP8_RECIPE": "x"})]
+)
+def test_the_machine_that_a_process_saw_reads_back_the_same(platform):
+    seen = PlatformSeen(platform=platform)
+    assert PlatformSeen.from_json(json.loads(json.dumps(seen.to_json()))) == seen
 
 
 def test_kernels_are_those_of_the_device_the_longest_first():

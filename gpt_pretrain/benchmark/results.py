@@ -1,12 +1,10 @@
 """What the processes of a benchmark return (as JSON files, see `worker`), and a variant's figures computed from it."""
 
-import json
 import math
 import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Self
+from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.json_objects import JsonObject
@@ -127,20 +125,7 @@ class TrainingDone(JsonObject):
 class PlatformSeen(JsonObject):
     """The machine as a process sees it, which decides whether it can run a variant."""
 
-    fields: str
-    """The fields of `Platform`, as a JSON object."""
-
-    @classmethod
-    def of(cls, platform: Platform, **seen: Machine) -> Self:
-        """From what `platform` returns, and the fields of a subclass."""
-        return cls(fields=json.dumps(asdict(platform)), **seen)
-
-    @property
-    def platform(self) -> Platform:
-        """The machine."""
-        values = json.loads(self.fields)
-        capability = values.pop("compute_capability")
-        return Platform(**values, compute_capability=None if capability is None else tuple(capability))
+    platform: Platform
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -197,10 +197,10 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
 
         platform = detect_platform()
         if task.kind == "platform":
-            return PlatformSeen.of(platform)
+            return PlatformSeen(platform=platform)
         from gpt_pretrain.benchmark.measure import describe_machine
 
-        return MachineSeen.of(platform, machine=describe_machine(platform))
+        return MachineSeen(platform=platform, machine=describe_machine(platform))
     try:
         if task.kind != "train":
             return _measure_run(task, folder, config, launch)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import Version
 
 from gpt_pretrain.config.errors import how_to_install
+from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.launch.environment import ended_while_importing, installed_version
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ APEX_PARTS = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Platform:
+class Platform(JsonObject):
     """Hardware and optional libraries of this process.
 
     The version of a library is None where it cannot be used, and its problem is None unless it is installed.
