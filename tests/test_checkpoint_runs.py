@@ -1,12 +1,14 @@
 """Runs that save: what they log, what they keep, and how they end if a checkpoint cannot be written."""
 
 import json
+import re
+import shutil
 
 import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
-from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import metrics_path
@@ -54,6 +56,18 @@ def test_a_run_goes_on_after_a_failed_save_if_told_to(start, failing_saves, tmp_
     assert saves_of(tmp_path / "run") == [(2, False), (4, False), (6, True)]
     assert capsys.readouterr().out.count("No space left on device; there is none yet") == 2
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"
+
+
+def test_a_disk_that_holds_no_checkpoint_is_told_before_the_first_step(start, tmp_path, monkeypatch):
+    left = tmp_path / "run" / "checkpoints" / ".step_00000002.unfinished"
+    left.mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**20, 2**20 - 512, 512))
+    with pytest.raises(UserError, match=f"run_dir={tmp_path / 'run'}: .* MiB.* 512 B free; ") as refused:
+        start()
+    assert not metrics_path(tmp_path / "run").exists()
+    assert not left.exists(), "a killed save does not take the space of the next one"
+    start(*re.findall(r"checkpoint\.\S+", str(refused.value)))
+    assert not latest_checkpoint(tmp_path / "run" / "checkpoints")
 
 
 def test_the_last_save_of_a_run_must_succeed(start, failing_saves, tmp_path):

@@ -167,8 +167,14 @@ KEEP_ALL = Retention(keep_last=None, keep_every=None)
 
 
 def unfinished_saves(directory: Path) -> list[Path]:
-    """What killed saves have left, or a save writes now; the next save removes it."""
+    """What killed saves have left, or a save writes now; the next start or save removes it."""
     return sorted(directory.glob(unfinished_path(Path("step_*")).name))
+
+
+def remove_unfinished(directory: Path) -> None:
+    """Removes what killed saves have left in a run's directory of checkpoints, which need not exist."""
+    for left in (*unfinished_saves(directory), *directory.glob(f".step_*{_REMOVED}")):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -193,8 +199,7 @@ class Destination:
     def clear(self) -> None:
         """Makes the run's directory of checkpoints, and removes what killed saves have left in it."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        for left in (*unfinished_saves(self.directory), *self.directory.glob(f".step_*{_REMOVED}")):
-            shutil.rmtree(left, ignore_errors=True)
+        remove_unfinished(self.directory)
 
     def publish(self) -> None:
         """Gives the complete checkpoint its name, makes `latest` name it, and removes those that it supersedes.

@@ -224,7 +224,7 @@ class Plan:
         return self.memory.needed_gib <= self.gpu.memory_gib
 
 
-def _num_parameters(spec: RunSpec) -> int:
+def count_parameters(spec: RunSpec) -> int:
     """Parameters of the whole model: of one pipeline stage without tensor parallelism."""
     whole = replace(
         spec.model,
@@ -244,7 +244,7 @@ def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
     gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
     memory = forecast_memory(spec)
-    num_parameters = _num_parameters(spec)
+    num_parameters = count_parameters(spec)
     checkpoint = forecast_checkpoint(spec, num_parameters)
     verdicts = [_memory_verdict(memory, gpu, spec)]
     speed = None

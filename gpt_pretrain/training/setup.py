@@ -1,20 +1,26 @@
 """Builds a run once its ranks are connected: model, optimizer, schedule, data, and the state that it starts from."""
 
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from gpt_pretrain.checkpoint.directory import remove_unfinished
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
+from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import num_train_samples
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
 from gpt_pretrain.fp8.local_layers import fp8_layers
+from gpt_pretrain.launch.run_dir import nearest_existing
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
+from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
 from gpt_pretrain.spec.run_spec import RunSpec
 
 
@@ -50,6 +56,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     _check_fp8_state(start, spec)
+    on_rank_zero(lambda: _check_disk(start, spec, run_dir / "checkpoints"))
     model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
@@ -90,4 +97,25 @@ def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
         raise UserError(
             "checkpoint.reset_fp8_state=true has no effect: the run resumes from no checkpoint, and its FP8 scales are "
             "new; use reset_fp8_state=false"
+        )
+
+
+def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
+    """Refuses, before a model is built, a run whose disk cannot hold the checkpoint that it will save."""
+    saves, max_steps = spec.config.checkpoint, spec.config.trainer.max_steps
+    step = 0 if start is None or start.weights_only else start.checkpoint.manifest.step
+    by_steps = saves.save_interval is not None and step // saves.save_interval < max_steps // saves.save_interval
+    if step >= max_steps or not (saves.save_at_end or by_steps) or saves.on_save_error is not OnSaveError.stop:
+        return
+    needed = int(forecast_checkpoint(spec, count_parameters(spec)).num_bytes)
+    remove_unfinished(checkpoints)
+    free = shutil.disk_usage(nearest_existing(checkpoints.absolute())).free
+    if free < needed:
+        off = " ".join(
+            ["checkpoint.save_at_end=false", "checkpoint.save_interval_minutes=null"]
+            + ([] if saves.save_interval is None else ["checkpoint.save_interval=null"])
+        )
+        raise UserError(
+            f"run_dir={checkpoints.parent}: a checkpoint takes {format_bytes(needed)}, and this disk has "
+            f"{format_bytes(free)} free; make room, use a run_dir on another disk, or save nothing with {off}"
         )
