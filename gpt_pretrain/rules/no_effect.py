@@ -54,13 +54,14 @@ _EXPERTS: dict[str, tuple[Any, ...]] = {
     "expert_model_parallel_size": (1,),
     "expert_tensor_parallel_size": (None,),
 }
-# The same for the optimizer's states and for saving.
+# The same for the optimizer's states.
 _STATES = {
     "main_params_dtype": MainParamsDtype.fp32,
     "exp_avg_dtype": MomentDtype.fp32,
     "exp_avg_sq_dtype": MomentDtype.fp32,
 }
-_SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_error": OnSaveError.stop}
+# Keys of `checkpoint.` that only a run with saves reads, with the values that ask for nothing.
+READ_BY_SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_error": OnSaveError.stop}
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +278,7 @@ def _loop_rows() -> Iterator[NoEffect]:
         _saves_nothing,
         "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)",
     )
-    for name, silent in _SAVES.items():
+    for name, silent in READ_BY_SAVES.items():
         instead = f"checkpoint.save_interval_minutes=30, or checkpoint.{name}={show(silent)}"
         yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,), joint=": ")
     without_validation = _with("trainer.limit_val_batches", 0)

@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import num_train_samples
-from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.errors import UserError, format_bytes, show
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
@@ -21,7 +21,11 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
+from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.spec.run_spec import RunSpec
+
+# Keys of `checkpoint.` with which a run saves nothing.
+_NO_SAVES = {"save_at_end": False, "save_interval_minutes": None, "save_interval": None, **READ_BY_SAVES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,11 +115,8 @@ def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
     remove_unfinished(checkpoints)
     free = shutil.disk_usage(nearest_existing(checkpoints.absolute())).free
     if free < needed:
-        off = " ".join(
-            ["checkpoint.save_at_end=false", "checkpoint.save_interval_minutes=null"]
-            + ([] if saves.save_interval is None else ["checkpoint.save_interval=null"])
-        )
+        off = [f"checkpoint.{key}={show(value)}" for key, value in _NO_SAVES.items() if getattr(saves, key) != value]
         raise UserError(
             f"run_dir={checkpoints.parent}: a checkpoint takes {format_bytes(needed)}, and this disk has "
-            f"{format_bytes(free)} free; make room, use a run_dir on another disk, or save nothing with {off}"
+            f"{format_bytes(free)} free; make room, use a run_dir on another disk, or save nothing with {' '.join(off)}"
         )
