@@ -18,8 +18,7 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
 from gpt_pretrain.checkpoint.state import METADATA, describe_weights, take_extra_states
-from gpt_pretrain.config.choices import Precision
-from gpt_pretrain.config.errors import UserError, written
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.tokenizer import Tokenizer
@@ -225,16 +224,18 @@ def continuations(
 
 def inference_config(saved: SavedModel) -> Config:
     """The default configuration with the saved model, in one process: no layout, no FP8, its own precision."""
-    model, is_fp32 = saved.config.model, saved.manifest.architecture.get("parameters") == "float32"
+    model = saved.config.model
+    # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
+    is_fp32 = saved.manifest.architecture.get("parameters") == "float32"
+    precision, transformer_engine = ("fp32", "false") if is_fp32 else ("bf16", "null")
     return load_config(
         [
             *("model=base", "parallelism=single", "fp8=none"),
             *(f"{key}={value}" for key, value in describe_weights(model).items()),
             f"model.make_vocab_size_divisible_by={model.make_vocab_size_divisible_by}",
             f"model.encoder_seq_length={model.encoder_seq_length}",
-            f"trainer.precision={(Precision.fp32 if is_fp32 else Precision.bf16).name}",
-            # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
-            f"model.transformer_engine={written(False if is_fp32 else None)}",
+            f"trainer.precision={precision}",
+            f"model.transformer_engine={transformer_engine}",
             # Compiling it would take seconds, for a few tokens.
             "model.use_flash_attention=false",
             # Graphs have the shape of a microbatch.
