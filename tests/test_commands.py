@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from enum import Enum
 
@@ -235,3 +237,27 @@ def test_help_of_a_command_names_it_and_its_keys(module):
     assert f"  python -m {module} " in about
     assert keys.count("   (") >= 2
     assert max(map(len, about.splitlines())) <= 100
+
+
+@pytest.mark.parametrize(
+    ("options", "place", "told"),
+    [
+        # Without site-packages, as a Python outside of the environment.
+        (["-S"], ".", (sys.executable, "make install", ". .venv/bin/activate")),
+        ([], "gpt_pretrain", ("from outside of the folder gpt_pretrain/",)),
+    ],
+)
+def test_a_command_where_it_cannot_start_says_how_to(options, place, told):
+    done = subprocess.run(
+        [sys.executable, *options, "-m", "gpt_pretrain"],
+        cwd=REPOSITORY / place,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    (line,) = done.stderr.splitlines()
+    assert (done.returncode, done.stdout) == (2, "")
+    assert line.startswith("error: ")
+    assert all(words in line for words in told), line
