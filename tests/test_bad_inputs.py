@@ -165,6 +165,7 @@ BAD_INPUTS = {
     "time": (["trainer.max_time=2h"], [("trainer.max_time='2h' ", 'trainer.max_time="00:02:30:00"')]),
     "no files": (["data=text"], [("model.data.data_impl=text ", "model.data.text_files=[…]")]),
     "nowhere to resume from": (["checkpoint.resume=nowhere"], [("checkpoint.resume='nowhere' ", "auto", "never")]),
+    "a boolean for a word": (["checkpoint.resume=true"], [("checkpoint.resume=true ", "auto", "never")]),
     "run directory is a file": (["run_dir=pyproject.toml"], [("run_dir='pyproject.toml' ", "directory")]),
     "Hydra's own key": (["hydra.jobb.name=x"], [("'hydra.jobb.name'", "\n       Key 'jobb' ")]),
     "primary file": (["--config-name", "confg"], [("--config-name=confg:", str(REPOSITORY / "conf"), "config?")]),

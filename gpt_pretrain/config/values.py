@@ -49,25 +49,25 @@ class WrongValue(Exception):
     """A value that does not fit its key; the message follows `key=value`."""
 
 
-def _scalar(value: Any, kind: Any, or_null: str = "") -> Any:
-    """A value as `kind`, a key of `_MISFITS`; `or_null` ends the message if null would fit, too."""
+def _scalar(value: Any, kind: Any, more: str = "") -> Any:
+    """A value as `kind`, a key of `_MISFITS`; `more` about what would fit ends the message."""
     if kind is bool:
         text = str(value).lower()
         if isinstance(value, bool) or (isinstance(value, str) and text in _OTHER_SPELLINGS):
             return text == "true"
         # Offered, not accepted: 1 may mean a level, and "on" a choice of another program.
         meant = next((f"; use {name}" for name, words in _OTHER_SPELLINGS.items() if text in words), "")
-        raise WrongValue(f"{_MISFITS[bool]}{or_null}{meant}")
+        raise WrongValue(f"{_MISFITS[bool]}{more}{meant}")
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         if kind is Any:
             return value
         with contextlib.suppress(ValueError, OverflowError):
             converted = kind(value)
             if kind is float and not math.isfinite(converted):
-                raise WrongValue(f"is not finite{or_null}")
+                raise WrongValue(f"is not finite{more}")
             if kind is not int or isinstance(value, str) or converted == value:
                 return converted
-    raise WrongValue(f"{_MISFITS[kind]}{or_null}")
+    raise WrongValue(f"{_MISFITS[kind]}{more}")
 
 
 def _choice(value: Any, key: Key) -> Any:
@@ -113,7 +113,9 @@ def convert(value: Any, key: Key) -> Any:
         if not isinstance(value, dict):
             raise WrongValue(f"is not a mapping; write {key.path}.NAME=… with a {TYPE_NAMES[key.item]}")
         return {str(name): _member(item, key, f"an entry that does not fit: {name}") for name, item in value.items()}
-    converted = _choice(value, key) if key.choices else _scalar(value, key.kind, " or null" if key.optional else "")
+    # Which strings have a meaning of their own, only the key's help says.
+    more = (" or null" if key.optional else "") + (f" ({key.doc})" if key.kind is str else "")
+    converted = _choice(value, key) if key.choices else _scalar(value, key.kind, more)
     if key.kind is int and abs(converted) > (largest := largest_value(key.path)):
         raise WrongValue(f"is beyond any run; use {largest} or less")
     if key.kind is float and abs(converted) > _LARGEST_NUMBER:
