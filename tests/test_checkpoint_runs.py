@@ -58,18 +58,24 @@ def test_a_run_goes_on_after_a_failed_save_if_told_to(start, failing_saves, tmp_
     assert latest_checkpoint(tmp_path / "run" / "checkpoints").name == "step_00000006"
 
 
-def test_a_disk_that_holds_no_checkpoint_is_told_before_the_first_step(start, tmp_path, monkeypatch, broken_rules):
+@pytest.mark.parametrize("rewinds", [None, 1])
+def test_a_disk_that_holds_no_checkpoint_is_told_before_the_first_step(
+    start, tmp_path, monkeypatch, broken_rules, rewinds
+):
     left = tmp_path / "run" / "checkpoints" / ".step_00000002.unfinished"
     left.mkdir(parents=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(2**20, 2**20 - 512, 512))
     with pytest.raises(UserError, match=f"run_dir={tmp_path / 'run'}: .* MiB.* 512 B free; ") as refused:
-        start("checkpoint.keep_last=2", "checkpoint.async_save=false")
+        start("checkpoint.keep_last=2", "checkpoint.async_save=false", f"trainer.max_spike_rewinds={rewinds or 'null'}")
     assert not metrics_path(tmp_path / "run").exists()
     assert not left.exists(), "a killed save does not take the space of the next one"
     offered = re.findall(r"checkpoint\.\S+", str(refused.value))
-    assert broken_rules("checkpoint.keep_last=2", "checkpoint.async_save=false", *offered) == []
-    start(*offered)
-    assert not latest_checkpoint(tmp_path / "run" / "checkpoints")
+    if rewinds is not None:
+        assert not offered, "rewinds need checkpoints"
+    else:
+        assert broken_rules("checkpoint.keep_last=2", "checkpoint.async_save=false", *offered) == []
+        start(*offered)
+        assert not latest_checkpoint(tmp_path / "run" / "checkpoints")
 
 
 def test_the_last_save_of_a_run_must_succeed(start, failing_saves, tmp_path):

@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import num_train_samples
-from gpt_pretrain.config.errors import UserError, format_bytes, show
+from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
@@ -115,8 +115,14 @@ def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
     remove_unfinished(checkpoints)
     free = shutil.disk_usage(nearest_existing(checkpoints.absolute())).free
     if free < needed:
-        off = [f"checkpoint.{key}={show(value)}" for key, value in _NO_SAVES.items() if getattr(saves, key) != value]
+        ways = ["make room", "use a run_dir on another disk"]
+        # Rewinds need checkpoints.
+        if spec.config.trainer.max_spike_rewinds is None:
+            off = [
+                f"checkpoint.{key}={show(value)}" for key, value in _NO_SAVES.items() if getattr(saves, key) != value
+            ]
+            ways.append(f"save nothing with {' '.join(off)}")
         raise UserError(
             f"run_dir={checkpoints.parent}: a checkpoint takes {format_bytes(needed)}, and this disk has "
-            f"{format_bytes(free)} free; make room, use a run_dir on another disk, or save nothing with {' '.join(off)}"
+            f"{format_bytes(free)} free; {one_of(ways)}"
         )
