@@ -20,10 +20,59 @@ from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_k
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.values import WrongValue, convert
 
-# Keys that configurations of earlier versions lack, with the values that keep those versions' behavior.
+# Keys that configurations of earlier versions lack, with the values that keep those versions' behavior. Every new key
+# belongs here: without its value, `export` and `generate` refuse all checkpoints that were saved before.
 _LATER_KEYS = {
-    "model": {"rope_scaling_factor": None, "qk_layernorm": False, "compile": False},
+    "model": {
+        "rope_scaling_factor": None,
+        "qk_layernorm": False,
+        "num_moe_experts": None,
+        "moe_ffn_hidden_size": None,
+        "moe_router_topk": 2,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": 0.01,
+        "moe_z_loss_coeff": None,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_router_padding_for_quantization": False,
+        "moe_grouped_gemm": None,
+        "moe_grouped_kernel": None,
+        "moe_permute_fusion": None,
+        "overlap_moe_expert_parallel_comm": False,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": None,
+        "ddp_bucket_size": None,
+        "tp_comm_overlap": False,
+        "nccl_ub": False,
+        "fp8_backend": None,
+        "activation_cast_fusion": None,
+        "use_flash_attention": None,
+        "fused_single_qkv_rope": None,
+        "embedding_gradient_fusion": None,
+        "cross_entropy_fusion_impl": None,
+        "cuda_graph_impl": None,
+        "compile": False,
+        "optim": {
+            "use_precision_aware_optimizer": False,
+            "main_params_dtype": "fp32",
+            "store_param_remainders": True,
+            "exp_avg_dtype": "fp32",
+            "exp_avg_sq_dtype": "fp32",
+        },
+    },
+    "trainer": {"max_spike_rewinds": None, "spike_margin": 100},
     "checkpoint": {"save_interval_minutes": None},
+    "logging": {"fp8_proof_interval": None},
+    "benchmark": {
+        "variants": [],
+        "overrides": {},
+        "warmup_steps": 10,
+        "steps": 40,
+        "interval": 10,
+        "rounds": 1,
+        "profile": False,
+        "forecast": False,
+        "markdown": None,
+    },
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }
 # Behind an even number of backslashes.
