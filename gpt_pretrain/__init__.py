@@ -9,7 +9,8 @@ if Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parent:
     # Python would take our megatron/ for megatron-core's.
     sys.stderr.write("error: start python -m gpt_pretrain … from outside of the folder gpt_pretrain/\n")
     sys.exit(2)
-if find_spec("omegaconf") is None:
+# The doctor says which packages are missing.
+if find_spec("omegaconf") is None and not any(word.startswith("gpt_pretrain.doctor") for word in sys.orig_argv):
     sys.stderr.write(
         f"error: {sys.executable} lacks gpt_pretrain's packages; use the environment that has them: "
         "make install, then . .venv/bin/activate\n"

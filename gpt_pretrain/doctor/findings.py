@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
-from packaging.version import Version
-
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
 from gpt_pretrain.spec.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST
@@ -133,7 +131,7 @@ def _no_gpu(facts: Facts, torch: Torch) -> Finding:
     num_gpus, the_driver = len(driver.gpus), f"the driver {driver.version}"
     if torch.cuda is None:
         return _cpu_build(torch, f"there is {driver.gpus[0]} ({num_gpus} in all)")
-    needed = Version(torch.cuda).major
+    needed = _major(torch.cuda)
     if driver.cuda is not None and driver.cuda[0] < needed:
         return Finding(
             the_driver,
@@ -245,7 +243,7 @@ def _why_not_loaded(te: Failure, torch: Torch, facts: Facts) -> tuple[str, str]:
 def _causes(te: Failure, torch: Torch, facts: Facts) -> Iterator[tuple[str, str, str]]:
     """Pattern of the error, its cause, and the fix; the first pattern that matches counts."""
     kernels = [name for name in facts.packages if name.startswith("transformer-engine-cu")]
-    if torch.cuda is not None and kernels and f"transformer-engine-cu{Version(torch.cuda).major}" not in kernels:
+    if torch.cuda is not None and kernels and f"transformer-engine-cu{_major(torch.cuda)}" not in kernels:
         cause = f"{kernels[0]} is for another CUDA than PyTorch {torch.version}, which is built for {torch.cuda}"
         yield "", cause, f"python -m pip uninstall --yes {kernels[0]} && {install_command('te')}"
     yield (
@@ -278,9 +276,13 @@ def _rebuild(version: str | None) -> str:
     return f"{_INSTALL} --no-build-isolation --no-cache-dir --force-reinstall --no-deps {package}"
 
 
+def _major(cuda: str) -> int:
+    return int(cuda.partition(".")[0])
+
+
 def _use_libraries_of(torch: Torch) -> str:
     """Puts the CUDA libraries of PyTorch's own wheels before the system's."""
-    major = 13 if torch.cuda is None else Version(torch.cuda).major
+    major = 13 if torch.cuda is None else _major(torch.cuda)
     # From CUDA 13 on all but cuDNN and NCCL are in one folder.
     cuda = [f"cu{major}"] if major >= 13 else ["cublas", "cuda_runtime", "cuda_nvrtc"]
     folders = ":".join(f"{torch.site}/nvidia/{name}/lib" for name in ("cudnn", "nccl", *cuda))

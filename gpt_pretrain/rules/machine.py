@@ -7,8 +7,6 @@ do not change it. TE 2.12 asserts most of this when the first layer runs, and re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from packaging.version import Version
-
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
@@ -27,6 +25,7 @@ from gpt_pretrain.spec.platform import (
     RECIPE_VARIABLES,
     USER_BUFFERS_WITHOUT,
     Platform,
+    read_version,
 )
 from gpt_pretrain.spec.recipes import Recipe
 from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
@@ -54,7 +53,7 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     version = platform.torchao if of_torchao else platform.transformer_engine
     if version is None:
         return f"{library}: {why_not}"
-    if not of_torchao and Version(version).release < _OLDEST_TRANSFORMER_ENGINE:
+    if not of_torchao and read_version(version).release < _OLDEST_TRANSFORMER_ENGINE:
         return f"Transformer Engine 2.12 or newer, and {version} is installed; {how_to_install('te')}"
     return None
 
@@ -72,7 +71,7 @@ def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
     assert capability is not None, "asked only of a GPU"
     first, beyond = recipe.capability
     fits = first <= capability and (beyond is None or capability < beyond)
-    if fits and (recipe.cuda is None or (cuda is not None and Version(cuda).release >= recipe.cuda)):
+    if fits and (recipe.cuda is None or (cuda is not None and read_version(cuda).release >= recipe.cuda)):
         return None
     return f"{recipe.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if recipe.cuda is not None else "")
 

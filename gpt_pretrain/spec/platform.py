@@ -16,14 +16,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.launch.environment import ended_while_importing, installed_version
 
 if TYPE_CHECKING:
     import torch
+    from packaging.version import Version
 
 # transformer_engine.pytorch.quantization.check_fp8_support: Ada and newer.
 FP8_CAPABILITY = (8, 9)
@@ -185,12 +184,20 @@ def _version_and_problem(
     return (version if problem is None else None), problem
 
 
+def read_version(version: str) -> Version:
+    """A version that compares as PEP 440 says."""
+    # Not at the top, because the doctor answers without it.
+    from packaging.version import Version
+
+    return Version(version)
+
+
 def flash_attention() -> tuple[str | None, str | None]:
     """FlashAttention-4's version if it can be used, and why not if it is installed and cannot."""
     # The module has no version, and flash_attn beside it belongs to another distribution.
-    oldest = Version(OLDEST_FLASH_ATTENTION)
+    oldest = read_version(OLDEST_FLASH_ATTENTION)
     return _version_and_problem(
-        "flash-attn-4", f"{oldest} or newer", lambda version: Version(version) >= oldest, _FLASH_ATTENTION
+        "flash-attn-4", f"{oldest} or newer", lambda version: read_version(version) >= oldest, _FLASH_ATTENTION
     )
 
 
@@ -198,7 +205,7 @@ def torchao() -> tuple[str | None, str | None]:
     """TorchAO's version if it can be used, and why not if it is installed and cannot."""
     needed = ".".join(map(str, TESTED_TORCHAO))
     return _version_and_problem(
-        "torchao", needed, lambda version: Version(version).release[:2] == TESTED_TORCHAO, _TORCHAO
+        "torchao", needed, lambda version: read_version(version).release[:2] == TESTED_TORCHAO, _TORCHAO
     )
 
 
