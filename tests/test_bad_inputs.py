@@ -108,6 +108,9 @@ BAD_INPUTS = {
     "no value": (["model.fp8"], [("'model.fp8' ", "model.fp8=…")]),
     "no option": (["--help", "model"], [("'model' ", "model=…")]),
     "another command": (["plan", "model=tiny"], [("'plan' ", "python -m gpt_pretrain.plan")]),
+    "a command that needs no word": (["train"], [("'train' ", "key=value", "leave it out")]),
+    "an option without dashes": (["help"], [("'help' ", "--help")]),
+    "a boolean for an option": (["fp8=true"], [("fp8=true:", "no option true", "use fp8=delayed")]),
     "another library's sharding": (["parallelism=fsdp"], [("parallelism=fsdp:", "use dp")]),
     "FP8 as a precision": (["trainer.precision=fp8"], [("trainer.precision='fp8' ", "use fp8=delayed")]),
     "a word": (["nonsense"], [("'nonsense' ", "key=value")]),
@@ -156,11 +159,11 @@ BAD_INPUTS = {
     "batch": (["model.global_batch_size=20"], [("model.global_batch_size=20 ", "micro_batch_size=8", "use 16 or 24")]),
     "devices": (
         ["trainer.devices=2", "model.micro_batch_size=4"],
-        [("trainer.devices=2,", "torchrun --nproc-per-node 2 ", "leave trainer.devices out")],
+        [("trainer.devices=2,", "torchrun --nproc-per-node 2 ", "trainer.devices=null")],
     ),
     "a preset for eight GPUs without a launcher": (
         ["experiment=llama3_8b_8gpu", "trainer.precision=bf16"],
-        [("trainer.devices=8,", "torchrun --nproc-per-node 8 ", "leave trainer.devices out")],
+        [("trainer.devices=8,", "torchrun --nproc-per-node 8 ", "trainer.devices=null")],
     ),
     "time": (["trainer.max_time=2h"], [("trainer.max_time='2h' ", 'trainer.max_time="00:02:30:00"')]),
     "no files": (["data=text"], [("model.data.data_impl=text ", "model.data.text_files=[…]")]),

@@ -9,6 +9,7 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from rich.console import Console
@@ -44,9 +45,10 @@ from gpt_pretrain.benchmark.results import (
     with_ratios,
 )
 from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
-from gpt_pretrain.benchmark.worker import forecast
+from gpt_pretrain.benchmark.worker import forecast, run_task
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.source import Source
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
@@ -561,6 +563,20 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
     assert watch.loss == 11.0
     # All steps but the one behind the last interval.
     assert watch.losses == (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_a_measurement_that_linux_kills_is_told_as_such(tmp_path, monkeypatch):
+    monkeypatch.setattr("gpt_pretrain.benchmark.worker.WATCH_S", 0.05)
+
+    def kill_started() -> None:
+        for child in psutil.Process().children():
+            if "gpt_pretrain.benchmark.worker" in child.cmdline():
+                child.kill()
+
+    outcome = run_task("app", Measured, tmp_path / "run", source=Source(), overrides=SMALL, watch=kill_started)
+    assert "model.micro_batch_size" in outcome.problem
+    assert str(tmp_path / "run") in outcome.problem
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -143,7 +143,7 @@ def test_a_job_with_gpus_has_a_task_for_each_in_fp8_and_is_not_requeued_when_it_
     config = load_saved_config(job.run_dir / "config.yaml")
     assert config.model.fp8
     assert config.model.fp8_recipe.name == "delayed"
-    assert "processes: 2 on 1 node(s)" in job.text, "the job's log has what rank 0 writes, while it writes"
+    assert "processes: 2 on 1 node," in job.text, "the job's log has what rank 0 writes, while it writes"
 
     ask("scancel", job.number)
     assert job.wait_for_end() == "CANCELLED"

@@ -6,6 +6,7 @@ result, or why it failed, beside the task; what it prints goes to a file.
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -99,6 +100,9 @@ def run_task[Result: JsonObject](
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
         return Outcome(problem=min(failures, key=lambda failure: failure.time_unix).problem)
+    if code == -signal.SIGKILL:
+        why = "was killed, as by Linux when memory runs out: try a smaller model.micro_batch_size"
+        return Outcome(problem=f"{why}; what it printed: {folder / OUTPUT}")
     if code or len(results) < num_processes:
         return Outcome(problem=f"ended with exit code {code}; what it printed: {folder / OUTPUT}")
     return Outcome(tuple(results))

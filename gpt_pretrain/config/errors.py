@@ -71,6 +71,11 @@ def multiples_near(number: int, of: int) -> list[int]:
     return [value for value in (below, below + of) if value > 0]
 
 
+def counted(number: int, noun: str, plural: str = "s") -> str:
+    """A number of things: "1 node", "2 nodes"."""
+    return f"{number:,} {noun}{'' if number == 1 else plural}"
+
+
 def format_bytes(num_bytes: int) -> str:
     """A file size with three significant digits, in binary units: 512 B, 1.5 MiB, 19.6 GiB."""
     size = float(num_bytes)

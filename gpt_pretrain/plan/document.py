@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import format_short
+from gpt_pretrain.config.errors import counted, format_short
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
@@ -70,8 +70,8 @@ def _header(plan: Plan) -> RenderableType:
     grid.add_row("layout", f"{parts}{' + SP' if model.sequence_parallel else ''}{experts}")
     grid.add_row(
         "batch",
-        f"{model.global_batch_size} samples ({format_short(tokens)} tokens) a step: {layout.num_microbatches} "
-        f"microbatch(es) of {model.micro_batch_size} per data-parallel rank",
+        f"{model.global_batch_size} samples ({format_short(tokens)} tokens) a step: "
+        f"{counted(layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size} per data-parallel rank",
     )
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"

@@ -99,7 +99,7 @@ def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
     )
     waits = fp8.seconds.get("waiting for the host", 0.0)
     if waits > overhead:
-        why += f"; the GPU waits {_ms(waits)} for the host to launch so small kernels, fewer in larger microbatches"
+        why += f"; the GPU waits {_ms(waits)} for the host to launch many small kernels; larger microbatches need fewer"
     if ratio >= WORTHWHILE:
         pays = "pays" if is_on else f"would pay (fp8={speed.fp8_recipe})"
         return Verdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")

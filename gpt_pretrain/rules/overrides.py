@@ -111,7 +111,7 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
                 instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
                 nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                 known = f"; known: {', '.join(options)}" if options else ""
-                yield f"{line}: {group} has no option {str(option)!r}{nearest}{known}"
+                yield f"{line}: {group} has no option {show(option)}{nearest}{known}"
 
 
 def _is_chosen(group: str, loader: Loader) -> bool:
@@ -176,8 +176,12 @@ def _word_problem(word: str, groups: Sequence[str]) -> str:
         return f"{word!r} is a command of its own; write python -m gpt_pretrain.{word}"
     if word in groups or is_known(word):
         return f"{word!r} has no value; write {word}=…, or leave it out"
+    if word == "help":
+        return "'help' is an option; write --help"
     nearest = nearest_key(word, groups)
-    return f"{word!r} has no =; write {'key=value' if nearest is None else f'{nearest}=…'}, or leave it out"
+    # A section takes no value, and `train` needs no word.
+    example = "key=value" if nearest is None or nearest in schema_sections() else f"{nearest}=…"
+    return f"{word!r} has no =; write {example}, or leave it out"
 
 
 def parse_override(text: str) -> Override:

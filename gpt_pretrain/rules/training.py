@@ -87,7 +87,7 @@ def _schedule(config: Config) -> Iterator[str]:
     if 0 < decay <= warmup:
         yield (
             f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
-            f"use 0 to {decay - 1}, or set a longer decay_steps"
+            f"use {'0' if decay == 1 else f'0 to {decay - 1}'}, or set a longer decay_steps"
         )
     for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
         if not 0 <= value <= optim.lr:
@@ -293,12 +293,12 @@ def _launched(section: TrainerConfig, launch: Launch) -> Iterator[str]:
     if asked.local_world_size != launch.local_world_size:
         yield (
             f"trainer.devices={section.devices}, and the launcher started {launch.local_world_size} on each node; "
-            f"start with torchrun --nproc-per-node {section.devices} -m gpt_pretrain …, or leave trainer.devices out"
+            f"start with torchrun --nproc-per-node {section.devices} -m gpt_pretrain …, or set trainer.devices=null"
         )
     if asked.num_nodes != launch.num_nodes:
         yield (
             f"trainer.num_nodes={section.num_nodes}, and the launcher started {launch.num_nodes}; "
-            f"start with torchrun --nnodes {section.num_nodes} …, or leave trainer.num_nodes out"
+            f"start with torchrun --nnodes {section.num_nodes} …, or set trainer.num_nodes=null"
         )
 
 

@@ -12,7 +12,7 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.config.errors import ConfigError, written
+from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
@@ -83,13 +83,16 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
 
 def _describe_data(setup: Setup) -> dict[str, str]:
     model, corpus = setup.spec.model, setup.corpus
+    # Presets for several GPUs turn it off, because their default corpus is too small.
+    off = {"validation": "off (trainer.limit_val_batches=0)"} if setup.config.trainer.limit_val_batches == 0 else {}
     if corpus.is_mock:
-        return {"corpus": "random tokens"}
+        return {"corpus": "random tokens", **off}
     described = {
-        "corpus": f"{model.data.data_impl.name}, {len(corpus.prefixes)} file pair(s)",
+        "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.prefixes), 'file pair')}",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
         f"{setup.train_data.num_epochs:.2f} epochs",
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
+        **off,
     }
     if corpus.tokenizer is not None:
         described["tokenizer"] = f"{model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
@@ -159,7 +162,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "FLOPs per token": f"{flops_per_token(model):.3g} (causal attention halved)",
         },
         "layout": {
-            "processes": f"{launch.world_size} on {launch.num_nodes} node(s), {platform.device_name}",
+            "processes": f"{launch.world_size} on {counted(launch.num_nodes, 'node')}, {platform.device_name}",
             "parallel": ", ".join(f"{name} {size}" for name, size in layout.items() if size != "1") or "none",
         },
         "precision": {
@@ -172,7 +175,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
         "batch": {
             "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "
             f"= {tokens_per_step:,} tokens per step",
-            "per rank": f"{spec.layout.num_microbatches} microbatches of {model.micro_batch_size}",
+            "per rank": f"{counted(spec.layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size}",
         },
         "data": _describe_data(setup),
         "kernels": describe_kernels(spec.kernels, platform),
