@@ -1,6 +1,7 @@
 """The precision-aware optimizer: what it stores comes out as it went in, and it trains as one with fp32 states does."""
 
 import sys
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 
@@ -9,11 +10,13 @@ import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, _kernel, _make_conditional
+from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import interpret_kernels
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states
@@ -302,6 +305,13 @@ def test_masters_follow_weights_that_are_loaded_alone(tmp_path):
             for parameter, master in part._parameters_and_masters():
                 values = part.optimizer.states[master].master.read(0, master.numel())
                 assert torch.equal(values.to(torch.float16), parameter.detach().flatten().to(torch.float16))
+
+
+def test_another_optimizer_than_the_one_asked_for_is_an_error(monkeypatch):
+    adam = OPTIMIZERS[OptimizerName.adam]
+    monkeypatch.setitem(OPTIMIZERS, OptimizerName.adam, replace(adam, class_name="Adamax"))
+    with pytest.raises(TypeError, match=r"model.optim.name=adam: .* AdamW, not Adamax"), emulated_training():
+        pass
 
 
 def test_an_optimizer_that_cannot_skip_an_update_is_an_error():

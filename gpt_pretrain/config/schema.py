@@ -85,7 +85,7 @@ class OptimConfig:
     momentum: float
     """SGD's momentum."""
     weight_decay: float
-    """Decoupled weight decay; biases and norm weights are exempt, as in megatron-core."""
+    """Weight decay, decoupled with adam (AdamW); biases and norm weights are exempt, as in megatron-core."""
     use_precision_aware_optimizer: bool
     """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their
     reduction (`model.grad_reduce_in_fp32`). Needs BF16 parameters and the distributed optimizer. See docs/plan.md."""

@@ -34,6 +34,7 @@ from gpt_pretrain.megatron.model import Model, translate_optimizer
 from gpt_pretrain.megatron.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weights import forget_first_values
+from gpt_pretrain.spec import optimizers
 
 
 def build_optimizer(model: Model) -> MegatronOptimizer:
@@ -59,6 +60,11 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     patch(OPTIMIZER_STATES, HAVE_APEX_OR_TE=False)
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
     forget_first_values(model.chunks)
+    name = spec.model.optim.name
+    expected = PrecisionAwareAdam.__name__ if precision_aware else optimizers.OPTIMIZERS[name].class_name
+    built = {type(inner).__name__ for inner in _inner_optimizers(optimizer)}
+    if not built <= {expected}:
+        raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")
     _make_conditional(optimizer)
     return optimizer
 

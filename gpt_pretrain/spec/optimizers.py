@@ -26,8 +26,11 @@ class Optimizer:
     """An optimizer's properties."""
 
     core_name: str
-    """`OptimizerConfig.optimizer`."""
+    """`OptimizerConfig.optimizer`: what megatron-core builds."""
+    class_name: str
+    """The class that it must have built; another is an error. With small states it is `PrecisionAwareAdam`."""
     decoupled_weight_decay: bool
+    """Weights shrink by themselves, not through their gradients (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
     has_distributed_form: bool
     """megatron-core can shard its states over the data-parallel ranks."""
     has_small_states: bool
@@ -43,6 +46,7 @@ class Optimizer:
 OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
     OptimizerName.adam: Optimizer(
         core_name="adam",
+        class_name="AdamW",
         decoupled_weight_decay=True,
         has_distributed_form=True,
         has_small_states=True,
@@ -54,6 +58,7 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
     ),
     OptimizerName.sgd: Optimizer(
         core_name="sgd",
+        class_name="SGD",
         decoupled_weight_decay=False,
         has_distributed_form=False,
         has_small_states=False,
