@@ -11,16 +11,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from megatron.core.enums import Fp8Recipe
 from megatron.core.quantization.quant_config import RecipeConfig
 from megatron.core.transformer.enums import InferenceCudaGraphScope
 
 import gpt_pretrain
+from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.spec.core_fields import params_dtype
 from gpt_pretrain.spec.platform import Platform
+from gpt_pretrain.spec.recipes import recipes_of
 from tests.platforms import CPU, H200, spec_of
 
 # Nothing here is null that another key of the table would decide.
@@ -609,3 +612,8 @@ def test_gradients_are_averaged_by_nccl_where_that_saves_a_pass(
 ) -> None:
     config = load_config([*BASE, *overrides])
     assert translate_ddp(spec_of(config, platform, shards=num_shards)).average_in_collective is expected
+
+
+def test_megatron_core_knows_every_recipe_of_transformer_engine() -> None:
+    known = {recipe.value for recipe in Fp8Recipe}
+    assert {recipe.name for recipe in recipes_of(Fp8Backend.transformer_engine)} <= known
