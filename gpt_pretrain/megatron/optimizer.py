@@ -175,11 +175,12 @@ def _make_conditional(optimizer: MegatronOptimizer) -> None:
         match inner:
             case PrecisionAwareAdam():
                 pass
-            case torch.optim.Adam() | torch.optim.AdamW():
+            case torch.optim.AdamW():
                 _fuse(inner)
             case torch.optim.SGD():
                 _fuse(inner)
-                _allocate_momentum(inner)
+                # It would make them in the first step, and leave them undefined if that is skipped.
+                allocate_states(inner)
             case _:
                 raise TypeError(f"{type(inner).__name__} cannot skip an update on the device; teach megatron.optimizer")
 
@@ -190,12 +191,24 @@ def _fuse(inner: torch.optim.Optimizer) -> None:
         group["fused"], group["foreach"] = True, False
 
 
-def _allocate_momentum(inner: torch.optim.SGD) -> None:
-    """SGD would make its states in the first step, and leave them undefined if that is skipped."""
+def allocate_states(inner: torch.optim.Optimizer) -> None:
+    """Gives an optimizer the zero states that its first step would make."""
     for group in inner.param_groups:
-        if group["momentum"]:
-            for parameter in group["params"]:
-                inner.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        match inner:
+            case torch.optim.AdamW():
+                names = ["step", "exp_avg", "exp_avg_sq"]
+            case torch.optim.SGD():
+                names = ["momentum_buffer"] if group["momentum"] else []
+            case _:
+                # `PrecisionAwareAdam` is built with its own.
+                names = []
+        for parameter in group["params"] if names else []:
+            if not inner.state[parameter]:
+                # Fused optimizers count steps on the parameter's device.
+                inner.state[parameter] = {
+                    name: torch.tensor(0.0, device=parameter.device) if name == "step" else torch.zeros_like(parameter)
+                    for name in names
+                }
 
 
 def _l2_norm(

@@ -29,11 +29,10 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, PrecisionAwareOptimizer, allocate_states
 
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
-_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 # Values copied to the device at once, to be stored there in fewer bytes.
 _VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
@@ -58,8 +57,8 @@ def sharded_optimizer_state(
     nested: list[Any] = []
     for part in parts:
         # megatron-core's function forgets Adam's step count, which torch keeps beside the moments.
-        part.init_state_fn = _allocate_states
-        _allocate_states(part.optimizer)
+        part.init_state_fn = lambda inner, *_: allocate_states(inner)
+        allocate_states(part.optimizer)
         if isinstance(part, DistributedOptimizer):
             host = _HostStates(part) if is_loading and isinstance(part, PrecisionAwareOptimizer) else None
             shards = _own_shards(part, model_state, host or partial(_states_as_they_lie, part))
@@ -89,15 +88,15 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
                 nested.host.store()
         else:
             dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
-            if isinstance(part.optimizer, _ADAM):
+            if _counts_steps(part.optimizer):
                 nested.get("optimizer", nested)["state"]["common_step"] = torch.tensor(float(step))
             part.load_state_dict(nested)
         if isinstance(part.optimizer, PrecisionAwareAdam):
             part.optimizer.steps_taken.fill_(step)
-        if isinstance(part.optimizer, _ADAM):
+        if _counts_steps(part.optimizer):
             # megatron-core gives all parameters one step tensor, which each would count up.
-            for parameter, moments in part.optimizer.state.items():
-                moments["step"] = torch.tensor(float(step), device=parameter.device)
+            for parameter, states in part.optimizer.state.items():
+                states["step"] = torch.tensor(float(step), device=parameter.device)
 
 
 @torch.no_grad()
@@ -141,21 +140,9 @@ def _parts(optimizer: MegatronOptimizer) -> list[Any]:
     return [part for part in optimizer.chained_optimizers if not part.is_stub_optimizer]
 
 
-def _allocate_states(inner: torch.optim.Optimizer, *_: object) -> None:
-    """Gives an optimizer the zero states that its first step would make."""
-    if not isinstance(inner, _ADAM):
-        # `PrecisionAwareAdam` and SGD have their states already (`optimizer.build_optimizer`).
-        assert isinstance(inner, PrecisionAwareAdam | torch.optim.SGD), f"{type(inner).__name__} has unknown states"
-        return
-    for group in inner.param_groups:
-        for parameter in group["params"]:
-            if not inner.state[parameter]:
-                # Fused Adam counts on the parameter's device.
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0, device=parameter.device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
+def _counts_steps(inner: torch.optim.Optimizer) -> bool:
+    """Whether torch keeps a step count beside each parameter's states."""
+    return any("step" in states for states in inner.state.values())
 
 
 def _steps_taken(inner: torch.optim.Optimizer) -> int:
