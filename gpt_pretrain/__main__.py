@@ -85,6 +85,9 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
     if len(jobs) > 1 and failed:
         sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")
+    if len(jobs) > 1 and not failed:
+        runs = ",".join(str(job.config.run_dir) for job in jobs)
+        sys.stdout.write(f"compare them with: python -m gpt_pretrain.compare 'runs=[{runs}]'\n")
     return max(codes, default=0)
 
 

@@ -1,6 +1,7 @@
 """The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
 
 import re
+import shlex
 
 import pytest
 
@@ -353,3 +354,14 @@ def test_a_failed_job_does_not_stop_a_sweep_and_is_counted_at_its_end(tmp_path):
     assert "run 2 of 2: model.data.text_files=" in done.stdout
     assert "error: 2 of 2 runs of the sweep failed" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_sweep_ends_with_the_command_that_compares_its_runs(tmp_path):
+    small = ["data=mock", "model.num_layers=1", "trainer.max_steps=1", "trainer.limit_val_batches=0"]
+    ends = ["sample.max_new_tokens=0", "checkpoint.save_at_end=false", f"hydra.sweep.dir={tmp_path}/sweep"]
+    done = fork_ranks(1, ["-m", "gpt_pretrain", "-m", "model.seed=1,2", *small, *ends])
+    assert done.returncode == 0, done.stderr
+    command = shlex.split(done.stdout.splitlines()[-1].partition(": ")[2])
+    assert command[:3] == ["python", "-m", "gpt_pretrain.compare"]
+    assert command[3:] == [f"runs=[{tmp_path}/sweep/0,{tmp_path}/sweep/1]"]
+    assert all((tmp_path / "sweep" / name / "metrics.jsonl").is_file() for name in "01")

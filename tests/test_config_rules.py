@@ -155,13 +155,13 @@ RULES = {
     "devices": Refused(
         "trainer.devices=2",
         told="trainer.devices=2 1 --nproc-per-node",
-        offers="~trainer.devices",
+        offers="trainer.devices=null",
         legal="trainer.devices=1",
     ),
     "nodes": Refused(
         "trainer.num_nodes=2",
         told="trainer.num_nodes=2 1 --nnodes",
-        offers="~trainer.num_nodes",
+        offers="trainer.num_nodes=null",
         legal="trainer.num_nodes=1",
     ),
     "sequence over positions": Refused(

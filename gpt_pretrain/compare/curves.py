@@ -80,7 +80,7 @@ class Pair:
         first = max(positions_of(run)[0] for run in everyone)
         last = min(positions_of(run)[-1] for run in everyone)
         if last <= first:
-            raise Incomparable("the curves do not overlap")
+            raise Incomparable("the curves have one point in common" if last == first else "the curves do not overlap")
 
         def curve(run: RunRecord) -> _Curve:
             where = positions_of(run)

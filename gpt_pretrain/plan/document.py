@@ -63,7 +63,7 @@ def _header(plan: Plan) -> RenderableType:
     )
     grid.add_row(
         "machine",
-        f"{layout.world_size} × {plan.gpu.name}: {plan.gpu.memory_gib:.0f} GiB, {plan.gpu.bandwidth_tb_s:g} TB/s, "
+        f"{layout.world_size} × {plan.gpu.name}: {plan.gpu.memory_gib:.1f} GiB, {plan.gpu.bandwidth_tb_s:g} TB/s, "
         f"BF16 {plan.gpu.bf16_tflops:,.0f} and FP8 {plan.gpu.fp8_tflops:,.0f} TFLOP/s dense",
     )
     experts = f", experts over EP {layout.ep}" if layout.ep > 1 else ""
@@ -166,7 +166,7 @@ def _memory(plan: Plan) -> Table:
     table.add_row("peak of torch's allocator", *[f"{each.peak / GIB:.2f}" for each in shown], style="bold")
     for name, peak in memory.recompute_peaks.items():
         cells = [f"{peak / GIB:.2f}" if each is worst else "" for each in shown]
-        table.add_row(Text(f"worst stage, recomputation {name}", style="dim"), *cells)
+        table.add_row(Text(f"{'worst stage, ' if pipeline else ''}with recomputation {name}", style="dim"), *cells)
     return table
 
 

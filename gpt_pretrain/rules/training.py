@@ -161,7 +161,8 @@ def _small_states(run: Resolved) -> Iterator[str]:
         return
     if not OPTIMIZERS[optim.name].has_small_states:
         names = names_with("has_small_states")
-        also = " with model.use_distributed_optimizer=false" if model.use_distributed_optimizer else ""
+        unsharded = not OPTIMIZERS[optim.name].has_distributed_form and model.use_distributed_optimizer
+        also = " with model.use_distributed_optimizer=false" if unsharded else ""
         asked = f"model.optim.name={optim.name.name}"
         yield refusal(_ASKED, asked, f"it is a form of {names}", f"model.optim.name={names}", off + also)
     if not uses_distributed_optimizer(model):
