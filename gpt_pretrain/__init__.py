@@ -5,14 +5,27 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
-if Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parent:
-    # Python would take our megatron/ for megatron-core's.
-    sys.stderr.write("error: start python -m gpt_pretrain … from outside of the folder gpt_pretrain/\n")
-    sys.exit(2)
-# The doctor says which packages are missing.
-if find_spec("omegaconf") is None and not any(word.startswith("gpt_pretrain.doctor") for word in sys.orig_argv):
-    sys.stderr.write(
-        f"error: {sys.executable} lacks gpt_pretrain's packages; use the environment that has them: "
-        "make install, then . .venv/bin/activate\n"
-    )
-    sys.exit(2)
+
+def _end(problem: str, code: int) -> None:
+    sys.stderr.write(f"error: {problem}\n")
+    sys.exit(code)
+
+
+# What Python says while it looks for the module of `python -m`; who imports the package gets Python's own errors.
+if sys.argv[:1] == ["-m"]:
+    if sys.version_info < (3, 12):  # noqa: UP036  the doctor is asked by those who did not install it
+        _found = sys.version.split()[0]
+        _end(
+            f"this is Python {_found}, and gpt_pretrain needs 3.12 or newer; make install PYTHON=/path/to/python3.12", 1
+        )
+    if Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parent:
+        # Python would take our megatron/ for megatron-core's.
+        _end("start python -m gpt_pretrain … from outside of the folder gpt_pretrain/", 2)
+    _missing = [name for name in ("hydra", "omegaconf", "rich") if find_spec(name) is None]
+    # The doctor answers without them.
+    if _missing and not any("gpt_pretrain.doctor" in word for word in sys.orig_argv):
+        _end(
+            f"{sys.executable} lacks {', '.join(_missing)}; activate the environment with . .venv/bin/activate "
+            "(make install creates it)",
+            2,
+        )

@@ -109,6 +109,7 @@ BAD_INPUTS = {
     "no option": (["--help", "model"], [("'model' ", "model=…")]),
     "another command": (["plan", "model=tiny"], [("'plan' ", "python -m gpt_pretrain.plan")]),
     "a command that needs no word": (["train"], [("'train' ", "key=value", "leave it out")]),
+    "a section for a key": (["trainer"], [("'trainer' ", "trainer.KEY=…", "--help")]),
     "an option without dashes": (["help"], [("'help' ", "--help")]),
     "a boolean for an option": (["fp8=true"], [("fp8=true:", "no option true", "use fp8=delayed")]),
     "another library's sharding": (["parallelism=fsdp"], [("parallelism=fsdp:", "use dp")]),

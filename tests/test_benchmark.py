@@ -1,5 +1,6 @@
 """`python -m gpt_pretrain.benchmark`: which variants it runs, what it computes, and what it leaves."""
 
+import contextlib
 import io
 import json
 import math
@@ -566,16 +567,26 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
 
 
 @pytest.mark.usefixtures("no_launcher")
-def test_a_measurement_that_linux_kills_is_told_as_such(tmp_path, monkeypatch):
+@pytest.mark.parametrize("num_processes", [1, 2])
+def test_a_measurement_that_is_killed_is_told_as_such(tmp_path, monkeypatch, num_processes):
     monkeypatch.setattr("gpt_pretrain.benchmark.worker.WATCH_S", 0.05)
 
     def kill_started() -> None:
-        for child in psutil.Process().children():
-            if "gpt_pretrain.benchmark.worker" in child.cmdline():
-                child.kill()
+        for child in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if str(tmp_path / "run" / "task.json") in child.cmdline() and "torchrun" not in child.cmdline():
+                    child.kill()
 
-    outcome = run_task("app", Measured, tmp_path / "run", source=Source(), overrides=SMALL, watch=kill_started)
-    assert "model.micro_batch_size" in outcome.problem
+    outcome = run_task(
+        "app",
+        Measured,
+        tmp_path / "run",
+        source=Source(),
+        overrides=SMALL,
+        num_processes=num_processes,
+        watch=kill_started,
+    )
+    assert "SIGKILL" in outcome.problem
     assert str(tmp_path / "run") in outcome.problem
 
 

@@ -251,7 +251,8 @@ def test_a_command_where_it_cannot_start_says_how_to(options, place, told):
     done = subprocess.run(
         [sys.executable, *options, "-m", "gpt_pretrain"],
         cwd=REPOSITORY / place,
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        env={name: value for name, value in os.environ.items() if name != "PYTHONSAFEPATH"}
+        | {"PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
         check=False,

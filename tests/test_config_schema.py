@@ -189,7 +189,7 @@ def test_a_configuration_written_as_yaml_reads_back_the_same(tmp_path):
     assert "library: none" in path.read_text()
 
 
-def test_what_the_first_version_has_saved_is_read_as_it_ran():
+def test_what_the_first_version_has_saved_is_read_as_its_model():
     saved = load_saved_config(REPOSITORY / "tests" / "saved_config.yaml")
     # A new key fails here until config.load knows what it was before it existed.
     assert saved.model == load_config(["data=mock", "model.num_layers=1", "model.optim.lr=6e-3"]).model

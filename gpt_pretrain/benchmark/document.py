@@ -14,7 +14,7 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError, show
+from gpt_pretrain.config.errors import UserError, counted, show
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
@@ -78,7 +78,7 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         f"{benchmark.num_gpus} × {machine.device}, {benchmark.date}\n",
         _markdown_table(["", ""], [[name, text] for name, text in _facts(benchmark).items()]),
         f"    {benchmark.command}\n",
-        f"Each variant in {settings.rounds} process(es) of its own; of each the median of "
+        f"Each variant in {counted(settings.rounds, 'process', 'es')} of its own; of each the median of "
         f"{settings.rounds * settings.steps // settings.interval} intervals of {settings.interval} steps after "
         f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",

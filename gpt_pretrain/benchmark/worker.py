@@ -100,11 +100,11 @@ def run_task[Result: JsonObject](
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
         return Outcome(problem=min(failures, key=lambda failure: failure.time_unix).problem)
-    if code == -signal.SIGKILL:
-        why = "was killed, as by Linux when memory runs out: try a smaller model.micro_batch_size"
-        return Outcome(problem=f"{why}; what it printed: {folder / OUTPUT}")
     if code or len(results) < num_processes:
-        return Outcome(problem=f"ended with exit code {code}; what it printed: {folder / OUTPUT}")
+        # torchrun writes which signal ended a rank.
+        was_killed = code == -signal.SIGKILL or b"SIGKILL" in (folder / OUTPUT).read_bytes()
+        why = " (SIGKILL: memory may have run out)" if was_killed else ""
+        return Outcome(problem=f"ended with exit code {code}{why}; what it printed: {folder / OUTPUT}")
     return Outcome(tuple(results))
 
 

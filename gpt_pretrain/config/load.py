@@ -20,8 +20,9 @@ from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_k
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.values import WrongValue, convert
 
-# Keys that configurations of earlier versions lack, with the values that keep those versions' behavior. Every new key
-# belongs here: without its value, `export` and `generate` refuse all checkpoints that were saved before.
+# Keys that configurations of earlier versions lack, with the values that keep their models; null leaves kernels and the
+# like to this version. Every new key belongs here: without its value, `export` and `generate` refuse all checkpoints
+# that were saved before.
 _LATER_KEYS = {
     "model": {
         "rope_scaling_factor": None,

@@ -114,7 +114,7 @@ def convert(value: Any, key: Key) -> Any:
             raise WrongValue(f"is not a mapping; write {key.path}.NAME=… with a {TYPE_NAMES[key.item]}")
         return {str(name): _member(item, key, f"an entry that does not fit: {name}") for name, item in value.items()}
     # Which strings have a meaning of their own, only the key's help says.
-    more = (" or null" if key.optional else "") + (f" ({key.doc})" if key.kind is str else "")
+    more = (" or null" if key.optional else "") + (f"; {key.doc.rstrip('.')}" if key.kind is str else "")
     converted = _choice(value, key) if key.choices else _scalar(value, key.kind, more)
     if key.kind is int and abs(converted) > (largest := largest_value(key.path)):
         raise WrongValue(f"is beyond any run; use {largest} or less")

@@ -10,16 +10,8 @@ Examples:
     python -m gpt_pretrain.doctor --assume-gpu h200
 """  # noqa: D205
 
-import sys
-
-if sys.version_info < (3, 12):  # noqa: UP036  the doctor is asked by those who did not install it
-    sys.stderr.write(
-        f"error: this is Python {sys.version.split()[0]}, and gpt_pretrain needs 3.12 or newer; "
-        "make install PYTHON=/path/to/python3.12\n"
-    )
-    sys.exit(1)
-
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 

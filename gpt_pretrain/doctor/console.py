@@ -8,6 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gpt_pretrain.config.errors import counted
 from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
@@ -31,7 +32,7 @@ def _libraries(facts: Facts) -> Iterator[Row]:
     yield _library("PyTorch", torch)
     if isinstance(driver, Driver):
         newest = "" if driver.cuda is None else f"CUDA up to {'.'.join(map(str, driver.cuda))}, "
-        yield "NVIDIA driver", driver.version, f"{newest}{len(driver.gpus)} GPU(s)"
+        yield "NVIDIA driver", driver.version, f"{newest}{counted(len(driver.gpus), 'GPU')}"
     else:
         yield "NVIDIA driver", *(("none", "") if driver.is_missing else ("?", driver.problem))
     if isinstance(torch, Torch) and torch.gpus:

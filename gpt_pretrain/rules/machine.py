@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.errors import ConfigError, how_to_install, show
+from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
@@ -312,5 +312,5 @@ def _process_problems(spec: RunSpec) -> Iterator[str]:
     if platform.cuda and launch.local_rank >= platform.num_gpus and not own_gpu:
         yield (
             f"the launcher started {launch.local_world_size} processes on this node, which has "
-            f"{platform.num_gpus} GPU(s); start one per GPU"
+            f"{counted(platform.num_gpus, 'GPU')}; start one per GPU"
         )

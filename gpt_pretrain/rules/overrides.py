@@ -174,6 +174,8 @@ def _word_problem(word: str, groups: Sequence[str]) -> str:
         return f"{word!r} is an empty argument; leave it out"
     if _is_command(word):
         return f"{word!r} is a command of its own; write python -m gpt_pretrain.{word}"
+    if word in schema_sections() and word not in groups:
+        return f"{word!r} is a section of keys; write {word}.KEY=…, as in --help, or leave it out"
     if word in groups or is_known(word):
         return f"{word!r} has no value; write {word}=…, or leave it out"
     if word == "help":

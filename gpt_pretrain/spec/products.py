@@ -17,6 +17,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
 )
+from gpt_pretrain.config.errors import counted
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.spec.fp8 import Fp8Settings, resolve_fp8
 
@@ -167,9 +168,9 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings, layer: int, kind: st
     if settings.experts_left_out and kind in (EXPERT_FC1, EXPERT_FC2):
         return "one BF16 kernel computes all experts (model.moe_grouped_kernel)"
     if layer < settings.num_layers_at_start_in_bf16:
-        return f"first {settings.num_layers_at_start_in_bf16} layer(s) (model.num_layers_at_start_in_bf16)"
+        return f"first {counted(settings.num_layers_at_start_in_bf16, 'layer')} (model.num_layers_at_start_in_bf16)"
     if layer >= model.num_layers - settings.num_layers_at_end_in_bf16:
-        return f"last {settings.num_layers_at_end_in_bf16} layer(s) (model.num_layers_at_end_in_bf16)"
+        return f"last {counted(settings.num_layers_at_end_in_bf16, 'layer')} (model.num_layers_at_end_in_bf16)"
     if settings.excludes(f"decoder.layers.{layer}.{kind}"):
         return "model.fp8_exclude"
     is_small = settings.exclude_small and settings.recipe.is_small(shape.out_features, shape.in_features)

@@ -36,7 +36,7 @@ class Recipe:
     """A way to scale tensors for FP8."""
 
     name: str
-    """For Transformer Engine, the one that megatron-core's `get_fp8_recipe` knows it by."""
+    """Transformer Engine's recipes have the names that megatron-core's `get_fp8_recipe` expects."""
     backend: Fp8Backend = Fp8Backend.transformer_engine
     te_class: str = ""
     """Class in `transformer_engine.common.recipe`; empty for other engines."""
