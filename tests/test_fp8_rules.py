@@ -100,12 +100,12 @@ WRONG = {
     ),
     "weight gradients that TE leaves in FP8": Refused(
         "fp8=delayed model.fp8_wgrad=false",
-        told="model.fp8_wgrad=false model.fp8_recipe=delayed model.fp8_emulate=false override_linear_precision",
+        told="model.fp8_wgrad=false model.fp8_emulate=false override_linear_precision",
         offers=f"model.fp8_wgrad=null | fp8=delayed {EMULATE}",
     ),
     "weight gradients under another recipe": Refused(
         f"fp8=tensorwise {EMULATE} model.fp8_wgrad=false",
-        told=f"model.fp8_wgrad=false model.fp8_recipe=tensorwise {EMULATE} override_linear_precision",
+        told="model.fp8_wgrad=false model.fp8_recipe=tensorwise delayed",
         offers=f"model.fp8_wgrad=null | fp8=delayed {EMULATE}",
         legal=f"fp8=tensorwise {EMULATE} model.fp8_wgrad=true",
     ),

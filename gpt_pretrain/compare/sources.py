@@ -49,6 +49,8 @@ _FILES = (
 _METRICS = "metrics.jsonl"
 # Runs that a message suggests.
 _SHOWN = 5
+# Characters of a variant's name.
+_LONGEST_NAME = 40
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
@@ -162,12 +164,16 @@ def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     """A name for each variant, given its first run: the precision, and what else distinguishes it from namesakes."""
     plain = [_plain_name(run) for run in firsts]
+    folders = [Path(run.source).name for run in firsts]
     names = []
     for run, name in zip(firsts, plain, strict=True):
         namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
         own = variant_settings(run)
         differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
-        names.append(" ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])]))
+        described = " ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])])
+        folder = Path(run.source).name
+        # Three settings with paths among them say less than the directory that the user named.
+        names.append(folder if len(described) > _LONGEST_NAME and folders.count(folder) == 1 else described)
     return numbered(names)
 
 

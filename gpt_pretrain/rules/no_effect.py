@@ -138,10 +138,9 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
         return ""
     if run.fp8.backend is Fp8Backend.torchao:
         return f"model.fp8_recipe={run.fp8.recipe.name}, which computes weight gradients in FP8"
-    return (
-        f"model.fp8_recipe={run.fp8.recipe.name} and model.fp8_emulate={show(run.fp8.emulate)}: only delayed "
-        "has it, and Transformer Engine 2.12 drops it (override_linear_precision is gone)"
-    )
+    if run.fp8.recipe.leaves_wgrad_out:
+        return "model.fp8_emulate=false: Transformer Engine 2.12 dropped it (override_linear_precision is gone)"
+    return f"model.fp8_recipe={run.fp8.recipe.name}: only delayed has it, and only emulated"
 
 
 def _without_remainders(run: Resolved) -> str:

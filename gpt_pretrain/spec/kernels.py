@@ -198,7 +198,8 @@ def describe_kernels(kernels: Kernels, platform: Platform) -> Mapping[str, str]:
     return {
         "layers": te if kernels.transformer_engine else local,
         "fused": fused_parts(kernels),
-        "apex": ", ".join(apex) or "not installed: nothing is lost but speed",
+        # It has nothing for a CPU.
+        **({"apex": ", ".join(apex) or "not installed: nothing is lost but speed"} if platform.cuda else {}),
     }
 
 
