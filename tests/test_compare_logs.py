@@ -283,6 +283,16 @@ def test_namesakes_are_told_apart_by_what_differs(tmp_path):
     assert names == ["bf16 lr=a", "bf16 lr=b", "log", "log 3", "log 2"]
 
 
+def test_settings_that_make_long_names_give_way_to_directories_that_differ(tmp_path):
+    places = []
+    for folder in ("a/first", "a/second", "b/second"):
+        text = f"extra: {{files: /a/corpus/with/a/long/name/of/{folder}.jsonl}}\n"
+        places.append(write_run(tmp_path / folder, train_record(1), config=config("x") + text))
+    assert [run.variant for run in read_runs(places[:2])] == ["first", "second"]
+    described = [run.variant for run in read_runs(places[1:])]
+    assert all(name.startswith("bf16 files=/a/") for name in described), "their directories have one name"
+
+
 def test_tensorboards_files_of_our_runs(tmp_path):
     sink = TensorBoardSink(tmp_path / "tensorboard", start_step=0)
     for step in (1, 2, 3):
