@@ -166,12 +166,11 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     plain = [_plain_name(run) for run in firsts]
     folders = [Path(run.source).name for run in firsts]
     names = []
-    for run, name in zip(firsts, plain, strict=True):
+    for run, name, folder in zip(firsts, plain, folders, strict=True):
         namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
         own = variant_settings(run)
         differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
         described = " ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])])
-        folder = Path(run.source).name
         # Three settings with paths among them say less than the directory that the user named.
         names.append(folder if len(described) > _LONGEST_NAME and folders.count(folder) == 1 else described)
     return numbered(names)
