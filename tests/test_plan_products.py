@@ -62,9 +62,9 @@ def test_precision_of_each_product_and_why():
     found = runs_in("model=llama3_8b", "fp8=tensorwise", *kept, "model.fp8_exclude=['*.layers.[5-7].mlp.linear_fc2']")
     assert found["0–1", "mlp.linear_fc1", "forward"] == (
         "BF16",
-        "first 2 layer(s) (model.num_layers_at_start_in_bf16)",
+        "first 2 layers (model.num_layers_at_start_in_bf16)",
     )
-    assert found["31", "mlp.linear_fc1", "wgrad"] == ("BF16", "last 1 layer(s) (model.num_layers_at_end_in_bf16)")
+    assert found["31", "mlp.linear_fc1", "wgrad"] == ("BF16", "last 1 layer (model.num_layers_at_end_in_bf16)")
     assert found["2–30", "mlp.linear_fc1", "forward"] == ("FP8 E4M3·E4M3", "")
     assert found["2–30", "mlp.linear_fc1", "dgrad"] == ("FP8 E5M2·E4M3", "")
     assert found["5–7", "mlp.linear_fc2", "dgrad"] == ("BF16", "model.fp8_exclude")
