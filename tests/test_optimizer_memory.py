@@ -15,7 +15,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, _kernel, _make_conditional
+from gpt_pretrain.megatron.optimizer import _make_conditional, allocate_states
+from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
 from gpt_pretrain.spec.optimizers import OPTIMIZERS
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import interpret_kernels
@@ -319,3 +320,5 @@ def test_an_optimizer_that_cannot_skip_an_update_is_an_error():
     inner = torch.optim.Adagrad([torch.nn.Parameter(torch.ones(2))])
     with pytest.raises(TypeError, match="Adagrad"):
         _make_conditional(SimpleNamespace(chained_optimizers=[SimpleNamespace(optimizer=inner)]))
+    with pytest.raises(TypeError, match="Adagrad"):
+        allocate_states(inner)

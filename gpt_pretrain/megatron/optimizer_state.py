@@ -29,7 +29,8 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import PrecisionAwareAdam, PrecisionAwareOptimizer, allocate_states
+from gpt_pretrain.megatron.optimizer import allocate_states
+from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 

@@ -83,7 +83,7 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
 
 def _describe_data(setup: Setup) -> dict[str, str]:
     model, corpus = setup.spec.model, setup.corpus
-    # Presets for several GPUs turn it off, because their default corpus is too small.
+    # Presets for eight and more GPUs turn it off, because their default corpus is too small.
     off = {"validation": "off (trainer.limit_val_batches=0)"} if setup.config.trainer.limit_val_batches == 0 else {}
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
