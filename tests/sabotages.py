@@ -19,7 +19,7 @@ from gpt_pretrain.fp8.casts import (
     stateless_cast,
 )
 from gpt_pretrain.fp8.gemms import Phase, Role
-from gpt_pretrain.fp8.proof import Proof, Proven
+from gpt_pretrain.fp8.proof import Proof, ProofError, Proven
 from gpt_pretrain.rules.gate import load_config
 from tests.emulated_training import TINY, Training
 from tests.platforms import spec_of
@@ -43,7 +43,15 @@ def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = No
     proof = Proof(model, trainable.optimizer, step)
     with proof.watching():
         training.step()
-    return proof.judge(training.config.model.optim.lr)
+    return proof.judge()
+
+
+def told_by_proof(training: Training, *, step: int) -> list[str]:
+    """What the proof of a step tells, whether it stops a run or warns."""
+    try:
+        return list(prove(training, step=step).warnings)
+    except ProofError as error:
+        return list(error.rows)
 
 
 def prove_steps(training: Training, steps: Iterable[int], planned: tuple[str, ...] | None = None) -> None:

@@ -17,7 +17,7 @@ KNOWS = {
     "megatron": {"config", "launch", "spec", "kernels"},
     "fp8": {"config", "spec", "kernels", "megatron"},
     "data": {"config", "launch"},
-    "checkpoint": {"config", "spec", "megatron", "data"},
+    "checkpoint": {"config", "spec", "megatron", "fp8", "data"},
     "report": {"config"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "launch", "rules", "spec", "kernels", "megatron", "fp8"},

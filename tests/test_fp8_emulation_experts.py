@@ -118,7 +118,7 @@ def proven(training, *, starved):
     proof = Proof(training.trainable.model, training.trainable.optimizer, 0)
     with proof.watching():
         training.step()
-    return proof.judge(training.config.model.optim.lr)
+    return proof.judge()
 
 
 @pytest.mark.parametrize("starved", [False, True], ids=["routed", "one without a token"])

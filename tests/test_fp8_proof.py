@@ -8,9 +8,9 @@ import torch
 
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.step import Meter
 from gpt_pretrain.training.watchdog import Watchdog
-from gpt_pretrain.training.watches import FirstStep
 from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
@@ -75,7 +75,7 @@ def test_a_sabotaged_run_ends_with_a_table_of_what_differs(tmp_path, cache_dir, 
     arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
     done = fork_ranks(num_ranks, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
     assert done.returncode == (2 if num_ranks == 1 else 1), done.stderr[-3000:]
-    assert done.stderr.count("error: FP8 does not run as planned:") == 1, "one rank tells it"
+    assert done.stderr.count("error: FP8 does not run as planned in step 1:") == 1, "one rank tells it"
     rows = [re.split("  +", line.strip()) for line in done.stderr.splitlines()]
     assert [cells for cells in rows if [*cells[: len(row) - 1], cells[-1]] == row]
     metrics = load_metrics(tmp_path / "run")
@@ -106,8 +106,10 @@ def test_a_step_that_updates_nothing_leaves_the_proof_to_the_next(tmp_path):
         training.step()
         weight = training.layers()["decoder.layers.1.mlp.linear_fc1"].weight
         records = []
-        first_step = FirstStep(
+        proofs = Proofs(
             training.trainable,
+            number=0,
+            saved=None,
             log=records.append,
             watchdog=Watchdog(None, learning_steps=1, launch=read_launch({}), run_dir=tmp_path),
             meter=Meter(training.trainable.model.spec),
@@ -115,12 +117,12 @@ def test_a_step_that_updates_nothing_leaves_the_proof_to_the_next(tmp_path):
         kept = weight.detach().clone()
         with torch.no_grad():
             weight[0, 0] = torch.inf
-        assert first_step.proven(1, training.result).skipped
+        assert proofs.step(1, training.result).skipped
         assert records == []
         with torch.no_grad():
             weight.copy_(kept)
-        first_step.proven(2, training.result)
-        first_step.proven(3, training.result)
+        proofs.step(2, training.result)
+        proofs.step(3, training.result)
     assert [record.step for record in records] == [2]
 
 

@@ -212,7 +212,7 @@ OF_A_LAYER = {
         "scales of the weight in dgrad",
     ),
     "no rounding of rows": (ROWWISE, FC1, sabotages.round_nothing, "result of forward"),
-    "wgrad of the rounded input": (ROWWISE_GW_HP, FC1, sabotages.round_input_of_wgrad, "result of wgrad"),
+    "wgrad of the rounded input": (ROWWISE_GW_HP, FC1, sabotages.round_input_of_wgrad, "input in wgrad"),
     "wgrad in FP8": (ROWWISE_GW_HP, PROJ, sabotages.quantize_wgrad, "wgrad"),
     "no rounding": (TENSORWISE, FC1, sabotages.round_nothing, "result of forward"),
     "no rounding of the weight": (
@@ -221,7 +221,6 @@ OF_A_LAYER = {
         partial(sabotages.round_nothing, roles=(Role.weight,)),
         "result of forward",
     ),
-    "values that had been rounded before": (TENSORWISE, FC1, sabotages.round_beforehand, "input in forward"),
     "wgrad in high precision": (TENSORWISE, PROJ, sabotages.round_nothing_for_wgrad, "result of wgrad"),
     "another product": (DELAYED, FC1, sabotages.shift_products, "result of forward"),
     **{
@@ -370,13 +369,24 @@ def test_fp8_that_is_off_from_the_second_step_on_is_found_by_the_next_proof():
     assert len(error.value.differences) == 3 * 8
 
 
-def test_a_layer_that_is_not_multiplied_again_at_one_step_is_at_another():
+@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("layer", [OTHER, LAYER])
+def test_a_weight_that_is_not_rounded_is_found_by_every_proof(layer, number):
     with emulated_training(*TENSORWISE) as training:
-        sabotages.round_nothing(layer_of(training, FC1, OTHER))
-        prove(training, step=1)
+        sabotages.round_nothing(layer_of(training, FC1, layer), (Role.weight,))
         with pytest.raises(ProofError) as error:
-            prove(training, step=2)
-    assert {each.module for each in error.value.differences} == {f"{OTHER}.{FC1}"}
+            prove(training, step=number)
+    assert {each.module for each in error.value.differences} == {f"{layer}.{FC1}"}
+    assert "rounding of the weight in forward" in {each.what for each in error.value.differences}
+
+
+def test_values_that_had_been_rounded_before_are_told():
+    """A tensor that FP8 holds exactly looks the same, so the run goes on."""
+    with emulated_training(*TENSORWISE) as training:
+        sabotages.round_beforehand(layer_of(training, FC1))
+        told = prove(training, step=1).warnings
+    for warning, phase in zip(told, ("forward", "wgrad"), strict=True):
+        assert all(each in warning for each in (f"{LAYER}.{FC1}", f"input in {phase}", "50%", "0.0%"))
 
 
 # LAYOUT:RECIPE:SABOTAGE, and what it shows, in all layers or one. Cases that share process groups share a launch.

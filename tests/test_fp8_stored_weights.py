@@ -113,7 +113,7 @@ def test_before_the_first_update_codes_are_those_of_the_layers_own_cast(layout, 
 
 @pytest.mark.parametrize(
     ("sabotage", "told"),
-    [("a part that is not cast again", "every value the code of its master"), ("stale scales", "scale of the weight")],
+    [("a part that is not cast again", "every code that of its master"), ("stale scales", "scale of the weight")],
 )
 def test_the_proof_finds_a_rank_whose_weights_do_not_follow_their_masters(sabotage, told, two_ranks):
     for seen in two_ranks["dp"]:

@@ -196,7 +196,7 @@ WRONG = {
     "no rounding": ("tensorwise", sabotages.scale_products, "result of forward"),
     "a layer on another recipe": ("rowwise", sabotages.to_tensorwise, "scales of the input in forward"),
     "a layer without FP8": ("rowwise_with_gw_hp", sabotages.leave_fp8, "forward"),
-    "wgrad in FP8": ("rowwise_with_gw_hp", sabotages.round_input_of_wgrad, "result of wgrad"),
+    "wgrad in FP8": ("rowwise_with_gw_hp", sabotages.round_input_of_wgrad, "input in wgrad"),
     "codes of an older weight": ("tensorwise", sabotages.keep_codes, "codes of the weight in forward"),
 }
 

@@ -59,7 +59,7 @@ def train(training, steps, *, proven=True):
         with nullcontext() if proof is None else proof.watching():
             result = training.step()
         if proof is not None:
-            proof.judge(config.model.optim.lr)
+            proof.judge()
             is_due = False
         curve += [mean_loss(result.loss_sum_and_tokens), float(result.grad_norm)]
     return curve

@@ -13,6 +13,7 @@ from types import ModuleType
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import MetricsSinks, load_metrics, metrics_path
@@ -33,6 +34,7 @@ def logging_config(*, tensorboard=True, wandb=False):
         wandb=wandb,
         wandb_project="test",
         wandb_entity=None,
+        fp8_proof=Fp8ProofMode.stop,
         fp8_proof_interval=None,
         fp8_statistics_interval=None,
         fp8_saturation_threshold=1e-3,
@@ -238,7 +240,8 @@ from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
 from gpt_pretrain.report.metrics_file import MetricsSinks
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
-    fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3, peak_tflops=None)
+    fp8_proof=None, fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3,
+    peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     print(sorted(name for name in ("torch", "megatron", "tensorflow") if name in sys.modules))
 """

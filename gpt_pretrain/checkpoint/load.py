@@ -32,6 +32,7 @@ from gpt_pretrain.checkpoint.manifest import Manifest, Progress, check_files, re
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     EXTRA_STATE,
+    FP8_DIGESTS,
     RANDOM_STATES,
     Trainable,
     architecture,
@@ -91,6 +92,8 @@ class Restored:
     """How far the saved run was; a run's start if only the weights were taken."""
     notes: Sequence[str]
     """Differences from the saved run, for the user."""
+    fp8_digests: Mapping[str, str] | None = None
+    """Digests of the FP8 state that was restored, by layer; None if none was, or the checkpoint is older than these."""
 
 
 def verify_checkpoint(path: Path) -> VerifiedCheckpoint:
@@ -238,7 +241,8 @@ def load_checkpoint(
             restore_random_states(state[RANDOM_STATES])
         else:
             _seed_anew(model.seed, manifest.step)
-    return Restored(progress=manifest.progress, notes=notes)
+    digests = state.get(FP8_DIGESTS) if restores_fp8 else None
+    return Restored(progress=manifest.progress, notes=notes, fp8_digests=digests)
 
 
 def load_weights(

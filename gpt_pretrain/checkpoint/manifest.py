@@ -58,6 +58,8 @@ class Progress(JsonObject):
     """The last losses in nats per token, oldest first, by which spikes are found."""
     spikes: tuple[int, ...] = ()
     """Steps with a loss spike that the run kept."""
+    fp8_proofs: int = 0
+    """Proofs of FP8 so far, by which the next ones take turns."""
     given_up: tuple[tuple[int, float], ...] = ()
     """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
     of that step or a later one that were saved before that time (`directory.is_given_up`)."""

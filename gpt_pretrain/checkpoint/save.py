@@ -45,6 +45,7 @@ from gpt_pretrain.checkpoint.directory import (
 from gpt_pretrain.checkpoint.manifest import Manifest, Progress, installed_versions
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
+    FP8_DIGESTS,
     METADATA,
     Trainable,
     architecture,
@@ -55,6 +56,7 @@ from gpt_pretrain.checkpoint.state import (
 from gpt_pretrain.checkpoint.writing import HostBuffer, Item, SaveProblem, Share, write_checkpoint
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.fp8.delayed import state_digests
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 
@@ -94,6 +96,9 @@ def _plan_share(trainable: Trainable, path: Path) -> Share:
     state = sharded_state(trainable, is_loading=False)
     # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
+    spec = trainable.model.spec
+    if spec.fp8 is not None and spec.fp8.recipe.keeps_history:
+        state[FP8_DIGESTS] = state_digests(trainable.model.gpt_chunks, {linear.module for linear in spec.linears})
     sharded, common = save_preprocess(state)
     sharded[COMMON_STATE] = ShardedObject(
         COMMON_STATE, common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()

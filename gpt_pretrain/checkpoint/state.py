@@ -50,6 +50,8 @@ METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", 
 # megatron-core's name for what is not a tensor.
 COMMON_STATE = "common_state"
 RANDOM_STATES = "random_states"
+# The digests of FP8 scales and histories by layer, in the common state.
+FP8_DIGESTS = "fp8_digests"
 # Where Transformer Engine's layers and emulated ones keep FP8 scales and histories.
 EXTRA_STATE = "_extra_state"
 

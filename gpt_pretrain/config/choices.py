@@ -127,6 +127,14 @@ class AmaxComputeAlgo(Enum):
     most_recent = "most_recent"
 
 
+class Fp8ProofMode(Enum):
+    """What a proof of FP8 that fails does."""
+
+    stop = "stop"
+    warn = "warn"
+    never = "never"
+
+
 # The functional form, because `continue` is a keyword of Python.
 OnSaveError = Enum("OnSaveError", ["stop", "continue"])
 

@@ -62,7 +62,7 @@ _LATER_KEYS = {
     },
     "trainer": {"max_spike_rewinds": None, "spike_margin": 100},
     "checkpoint": {"save_interval_minutes": None},
-    "logging": {"fp8_proof_interval": None},
+    "logging": {"fp8_proof": "stop", "fp8_proof_interval": None},
     "benchmark": {
         "variants": [],
         "overrides": {},

@@ -403,9 +403,12 @@ class LoggingConfig:
     """Project of the W&B run."""
     wandb_entity: str | None
     """Team or user of the W&B run; null: the account's default."""
+    fp8_proof: choices.Fp8ProofMode
+    """If FP8 does not run as planned: stop with exit code 2, after a checkpoint; or warn and go on. never: nothing is
+    proven, and the header says so."""
     fp8_proof_interval: int | None
-    """Steps between FP8 proofs after the one in the first step of each start; null: no later proof. Layers that CUDA
-    graphs replay are proven only in the first step."""
+    """Steps between FP8 proofs, beside those of the first, 10th, 100th and 1,000th step of each start; null: the first
+    step alone. Layers that CUDA graphs replay are proven only in the first step."""
     fp8_statistics_interval: int | None
     """Steps between statistics of every FP8 tensor: amax, scale, saturated and flushed values; null: none."""
     fp8_saturation_threshold: float

@@ -10,6 +10,7 @@ from typing import Self
 
 import torch
 
+from gpt_pretrain.fp8.comparisons import AMAX, CODES, LARGEST_CODE, SCALE, SHAPES, Comparison, Difference
 from gpt_pretrain.fp8.gemms import (
     CAST_IN,
     CODE_TYPES,
@@ -25,7 +26,6 @@ from gpt_pretrain.fp8.gemms import (
     rounded_between,
     spread_over_blocks,
 )
-from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
@@ -95,35 +95,38 @@ class Checks:
 
     def add(
         self,
+        comparison: Comparison,
         module: str,
         what: str,
         off: torch.Tensor,
-        expected: torch.Tensor | float,
-        found: torch.Tensor | float,
-        *,
+        *numbers: torch.Tensor | float,
         planned: str = "{0:.6g}",
         live: str = "{1:.6g}",
     ) -> None:
-        """Adds a comparison. It differs if `off`, [], is above 0 or NaN; both texts have places for both numbers."""
-        numbers = torch.stack(
-            [torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, expected, found)]
-        )
-        self._checks.append((Difference(module=module, what=what, planned=planned, live=live), numbers))
+        """Adds a comparison of two numbers, [] or [1]: what is expected, and what was found.
+
+        It differs if `off`, [], is above 0 or NaN; both texts have places for both numbers.
+        """
+        row = torch.stack([torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, *numbers)])
+        difference = Difference(comparison=comparison, module=module, what=what, planned=planned, live=live)
+        self._checks.append((difference, row))
 
     def add_fault(self, module: str, what: str, planned: str, live: str) -> None:
-        """Adds what is known to differ."""
+        """Adds a type or shape that is known to differ."""
         fault = torch.ones(3, dtype=torch.float64, device=torch.cuda.current_device())
-        self._checks.append((Difference(module=module, what=what, planned=planned, live=live), fault))
+        self._checks.append(
+            (Difference(comparison=SHAPES, module=module, what=what, planned=planned, live=live), fault)
+        )
 
     def differences(self) -> Iterator[Difference]:
         """The first difference of each kind in each layer."""
         if not self._checks:
             return
         table = torch.stack([numbers for _, numbers in self._checks]).tolist()
-        told: set[tuple[str, str]] = set()
+        told: set[tuple[Comparison, str, str]] = set()
         for (check, _), (off, *numbers) in zip(self._checks, table, strict=True):
-            if (off > 0 or math.isnan(off)) and (check.module, check.what) not in told:
-                told.add((check.module, check.what))
+            if (off > 0 or math.isnan(off)) and (check.comparison, check.module, check.what) not in told:
+                told.add((check.comparison, check.module, check.what))
                 yield replace(check, planned=check.planned.format(*numbers), live=check.live.format(*numbers))
 
     def block(self, phase: Phase, operand: Fp8Operand) -> tuple[int, int] | None:
@@ -152,8 +155,8 @@ class Checks:
         if operand.values is None:
             return reported
         amax = largest_magnitude(operand.values)
-        if operand.blur and reported is not None:
-            return torch.where((reported - amax).abs() <= operand.blur * amax, reported, amax)
+        if operand.blur is not None and reported is not None:
+            return torch.where((reported - amax).abs() <= operand.margin(amax), reported, amax)
         return amax
 
     def check_values(self, module: str, phase: Phase, operand: Fp8Operand) -> None:
@@ -170,16 +173,21 @@ class Checks:
         # `Replay` checks Transformer Engine's histories. They lose a weight's amax in the second microbatch.
         if operand.amax is not None and (self._settings.emulate or not keeps_history):
             found = operand.amax.max()
-            off = (largest - found).abs() > operand.blur * largest
-            self.add(module, f"amax of the {role_name(role)}", off, largest, found)
+            off = (largest - found).abs() > operand.margin(largest)
+            self.add(AMAX, module, f"amax of the {role_name(role)}", off, largest, found)
         factors = window.factors(scale, block)
-        off = other_codes(window.of(codes), part_of_values, operand.blur * largest, factors, format).sum()
+        off = other_codes(window.of(codes), part_of_values, operand.margin(largest), factors, format).sum()
         what, planned = f"codes of the {role_name(role)} in {phase.value}", "{0:,.0f} times round(value · scale) in "
         num_values, live = part_of_values.numel(), "others {1:,.0f} times"
-        self.add(module, what, off, num_values, off, planned=planned + format, live=live)
+        self.add(CODES, module, what, off, num_values, off, planned=planned + format, live=live)
 
-    def check_codes_alone(self, module: str, phase: Phase, operand: Fp8Operand, amax: torch.Tensor | None) -> None:
-        """Checks that codes fill their format, where only the `amax` [1] of their values is known, or not even that."""
+    def check_codes_alone(
+        self, module: str, phase: Phase, operand: Fp8Operand, amax: torch.Tensor | None, earlier: torch.Tensor | None
+    ) -> None:
+        """Checks that codes fill their format, where only the `amax` [1] of their values is known, or not even that.
+
+        `earlier` [] is what the reported amax was before the cast: the tensor's own is known only if it is larger.
+        """
         role, codes, scale = operand.role, operand.codes, operand.scale
         if phase is not CAST_IN[role]:
             return
@@ -192,11 +200,11 @@ class Checks:
             ordinary = (of_blocks != 0) & (scales < _MOST)
             off = ordinary & (of_blocks < largest / 2)
             found = of_blocks.flatten()[off.flatten().int().argmax()]
-            self.add(module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
+            self.add(LARGEST_CODE, module, what, off.any(), largest / 2, found, planned="{0:.6g} or more")
             off = torch.frexp(scales).mantissa != 0.5
             found = scales.flatten()[off.flatten().int().argmax()]
             what = f"scale of the {role_name(role)}"
-            self.add(module, what, off.any(), 0.0, found, planned="a power of two")
+            self.add(SCALE, module, what, off.any(), 0.0, found, planned="a power of two")
             return
         if amax is not None and not keeps_history:
             self._check_scales(module, role, format, amax, scale)
@@ -205,9 +213,13 @@ class Checks:
         highest = count_codes(codes, 0)[2].to(torch.uint8).view(CODE_TYPES[format]).float()
         if amax is None:
             low = high = torch.full_like(highest, largest)
+            # Zeros have the scale 1, and values so small that their scale would exceed fp32 have no full code.
+            may_be_less = ((highest == 0) & (scale == 1.0)) | (scale > _MOST)
         else:
             low, high = rounded_between(amax, torch.zeros_like(amax), scale, format)
-        self.add(module, what, ~((highest >= low) & (highest <= high)), high, highest)
+            may_be_less = torch.zeros_like(highest, dtype=torch.bool) if earlier is None else amax <= earlier
+        is_off = ~(highest <= high) | (~may_be_less & ~(highest >= low))
+        self.add(LARGEST_CODE, module, what, is_off, high, highest)
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
         """Checks each scale of a recipe without history against the amax of its values."""
@@ -229,4 +241,4 @@ class Checks:
         off = ordinary & ~((scale >= low) & (scale <= high))
         worst = off.flatten().int().argmax()
         expected, found = rule(quotient).flatten()[worst], scale.flatten()[worst]
-        self.add(module, f"scale of the {role_name(role)}", off.any(), expected, found)
+        self.add(SCALE, module, f"scale of the {role_name(role)}", off.any(), expected, found)

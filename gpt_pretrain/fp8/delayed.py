@@ -26,17 +26,20 @@ Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/del
 (`amax_and_scale_update_after_reduction`) and megatron-core's transformer_block.py.
 """
 
+import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
+from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.casts import FP32_MAX, Directions, cast_tensor, tensor_amax
 from gpt_pretrain.fp8.gemms import Role, role_format
+from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
@@ -209,3 +212,33 @@ def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:
     scales = [state[1] for state in found if state is not None]
     # A copy, because Transformer Engine writes the next scales in place.
     return torch.stack(scales) if scales else torch.empty(0, device=torch.cuda.current_device())
+
+
+def state_digest(module: torch.nn.Module) -> str | None:
+    """The SHA-256 of a layer's scales and past amaxes, in hexadecimal; None for modules without.
+
+    Row 0 of a history is left out: it belongs to the present pass, and a stored weight that is loaded raises it.
+    """
+    states = [delayed_state(module, role) for role in Role]
+    if None in states:
+        return None
+    digest = hashlib.sha256()
+    for history, scale in (state for state in states if state is not None):
+        digest.update(torch.cat([history[1:], scale.view(1)]).float().cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def state_digests(chunks: Sequence[MegatronModule], linears: Container[str]) -> dict[str, str]:
+    """The digests of the named layers of the model, by name, the same on all ranks; every rank calls it.
+
+    A checkpoint has the state of the first rank of each pipeline stage, and gives it to all.
+    """
+    own = {}
+    if parallel_state.get_tensor_model_parallel_rank() == 0 and parallel_state.get_data_parallel_rank() == 0:
+        for chunk in chunks:
+            for name, module in whole_model_modules(chunk):
+                if name in linears and (digest := state_digest(module)) is not None:
+                    own[name] = digest
+    ranks: list[dict[str, str]] = [own] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(ranks, own)
+    return {name: digest for of_rank in ranks for name, digest in of_rank.items()}

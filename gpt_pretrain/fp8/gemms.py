@@ -17,8 +17,30 @@ CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 BF16_ROUNDING = 2.0**-8
 # The relative error of a scale: a quotient in fp32, rounded by at most 2^-24, its inverse, and what fp64 adds here.
 QUOTIENT_ERROR = 2.0**-22
-# How far a result that Hopper's tensor cores summed may be from the product of its codes, relative to its 2-norm.
-HARDWARE_ERROR = 1e-2
+
+
+class Sums(Enum):
+    """How the terms of a product are added up, which decides what a sum may lose of its terms' magnitudes.
+
+    Tensor cores align the 32 products of an FP8 instruction, and the sum so far, to the largest of these 33 numbers and
+    cut each off after 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2): they lose at most 33 · 2^-13 of it. Split sums
+    move to fp32 after 128 terms. An H100 lost up to 2^-2.5 of 131,072 terms of one sign, and up to 2^-8 when it split
+    them; of terms of random signs, which cancel, 2^-15 and 2^-16 (benchmarks/fp8_h200.md, "Sums").
+    """
+
+    fp32 = "fp32"
+    """In any order, with fp32 rounding each time: Higham, Accuracy and Stability of Numerical Algorithms, 4.2."""
+    split = "split"
+    unsplit = "unsplit"
+
+    def most_lost(self, num_terms: int) -> float:
+        """The largest error of a sum, relative to the sum of its terms' magnitudes."""
+        if self is Sums.fp32:
+            # And each term is a product of two rounded quotients.
+            return (num_terms + 4) * 2.0**-24
+        per_instruction = 33 * 2.0**-13
+        num_instructions = 4 if self is Sums.split else -(-num_terms // 32)
+        return min(1.0, num_instructions * per_instruction)
 
 
 class Phase(Enum):
@@ -84,10 +106,14 @@ class Fp8Operand(Operand):
     """fp32: the factor of the values before they were rounded, one for the tensor [1] or one per block."""
     amax: torch.Tensor | None
     """fp32 [1]: the largest magnitude before the rounding; None if unknown."""
-    blur: float = 0.0
-    """How far the values may be from what was rounded, relative to the largest of them."""
+    blur: torch.Tensor | None = None
+    """How far the values may be from what was rounded, relative to the largest of them, []; None: they are the same."""
     is_gathered: bool = False
     """The codes come from several ranks, amax from this one."""
+
+    def margin(self, largest: torch.Tensor) -> torch.Tensor:
+        """How far the values may be from what was rounded, given the `largest` magnitude of them."""
+        return torch.zeros_like(largest) if self.blur is None else self.blur * largest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,10 +129,10 @@ class Product:
     """What the result contains beside the product: a bias [columns], or a matrix."""
     part: int = 0
     """The index of the product in a call that computes one for each expert with rows."""
+    sums: Sums = Sums.fp32
+    """How its terms were added up."""
     result_error: float = BF16_ROUNDING
-    """How far the result may be from the exact one, relative to its 2-norm."""
-    sum_error: float = 0.0
-    """The same, relative to the 2-norm of the sums of the terms' magnitudes."""
+    """What rounding the sums may change, relative to the result's 2-norm."""
 
     @property
     def formats(self) -> tuple[str, str]:

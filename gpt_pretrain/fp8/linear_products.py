@@ -18,7 +18,6 @@ from gpt_pretrain.fp8.casts import Cast, Directions, Quantized
 from gpt_pretrain.fp8.delayed import LayerScaling
 from gpt_pretrain.fp8.gemms import (
     BF16_ROUNDING,
-    HARDWARE_ERROR,
     OPERANDS,
     Fp8Operand,
     Operand,
@@ -26,6 +25,7 @@ from gpt_pretrain.fp8.gemms import (
     Product,
     ProductListener,
     Role,
+    Sums,
     multiply,
     role_format,
 )
@@ -153,10 +153,13 @@ class _Call:
             first, second = (
                 _operand(role, data, values[role]) for role, data in zip(OPERANDS[phase], operands, strict=True)
             )
-            error = BF16_ROUNDING if settings.emulate else HARDWARE_ERROR
+            # TorchAO splits some recipes' sums, in some phases.
+            sums = Sums.fp32 if settings.emulate else Sums.unsplit
             # The product was rounded before the bias was added, too.
-            error += BF16_ROUNDING * (bias is not None and settings.recipe.adds_bias_rounded)
-            listener(Product(phase=phase, operands=(first, second), output=output, added=bias, result_error=error))
+            error = BF16_ROUNDING * (1 + (bias is not None and settings.recipe.adds_bias_rounded))
+            listener(
+                Product(phase=phase, operands=(first, second), output=output, added=bias, sums=sums, result_error=error)
+            )
 
 
 def _operand(role: Role, data: Quantized | torch.Tensor, values: torch.Tensor | None) -> Operand:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.fp8.comparisons import PRODUCTS, Difference
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
 from gpt_pretrain.fp8.local_layers import Fp8Linear, planned_name
 from gpt_pretrain.fp8.te_products import Asks, IdleListener, Listener, Watch, format_of, is_te_linear
@@ -39,6 +40,7 @@ def observe_products(
     idle_listener: IdleListener | None = None,
     asks: Asks | None = None,
     asks_result: Asks | None = None,
+    turn: int = 0,
     measure_amax: bool = False,
 ) -> Iterator[None]:
     """Tells the listener about every product that the linear layers of these model chunks compute inside.
@@ -50,6 +52,7 @@ def observe_products(
         asks: Limits the products of Transformer Engine that are reported. Local layers report all.
         asks_result: If given, Transformer Engine's products are reported with the values that were cast, and those for
             which it returns true with their result. Local layers always report both.
+        turn: Selects the expert of a grouped product whose result is reported.
         measure_amax: Computes the amax from the codes if the recipe keeps none, which costs a pass over the tensor.
     """
     transformer_engine: dict[str, torch.nn.Module] = {}
@@ -72,6 +75,7 @@ def observe_products(
                 idle_listener=idle_listener,
                 asks=asks,
                 asks_result=asks_result,
+                turn=turn,
                 measure_amax=measure_amax,
             )
             stack.enter_context(watch.watching())
@@ -95,18 +99,6 @@ def observe_attention(listener: Callable[[Phase, str], None]) -> Iterator[None]:
     watching = {name: partial(watched, getattr(backends, name), *place) for name, place in places.items()}
     with patched(patches.ATTENTION_PASSES, **watching):
         yield
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
-    """One way in which a layer differs from the plan."""
-
-    module: str
-    what: str
-    planned: str
-    live: str
-    ranks: tuple[int, ...] = ()
-    """The ranks that found it; empty until ranks have exchanged what they found."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,7 +135,13 @@ class WatchedProducts:
         for name, linear in planned.items():
             for phase, formats in self._planned_formats(linear).items():
                 live = self._formats.get((name, phase), set())
-                difference = Difference(module=name, what=phase.value, planned=_listed({formats}), live=_listed(live))
+                difference = Difference(
+                    comparison=PRODUCTS,
+                    module=name,
+                    what=phase.value,
+                    planned=_listed({formats}),
+                    live=_listed(live),
+                )
                 if live == {formats}:
                     as_planned.add((name, phase))
                 elif live:
@@ -155,7 +153,11 @@ class WatchedProducts:
                     differences.append(difference)
         for (name, phase), live in self._formats.items():
             if name not in planned and any(part in CODE_TYPES for pair in live for part in pair):
-                differences.append(Difference(module=name, what=phase.value, planned="not in FP8", live=_listed(live)))
+                differences.append(
+                    Difference(
+                        comparison=PRODUCTS, module=name, what=phase.value, planned="not in FP8", live=_listed(live)
+                    )
+                )
         return Compared(differences=tuple(differences), as_planned=frozenset(as_planned), idle=idle)
 
     def _planned_formats(self, linear: Linear) -> dict[Phase, _Formats]:

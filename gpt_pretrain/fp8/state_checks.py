@@ -11,16 +11,16 @@ A tensor passes once per microbatch, a weight once per step. The optimizer casts
 its amax enters the history in the next one. A pass whose amax is zero changes nothing. A step with an infinite amax
 updates no weight and is not judged.
 
-**FP8 weights** are compared with their masters after the optimizer's step (`MasterCheck`). With the wrong fields set,
-megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the matrices
-never change. Each rank checks the part of each weight whose master it holds, which is up to date even before the parts
-are gathered. Local layers' weights must be the very codes of their masters, with a scale from the amax of all parts.
-Transformer Engine rounds a master first and may scale it by earlier amaxes: its codes must be within one step.
+**FP8 weights** are compared with their masters after the optimizer's step (`weight_differences`). With the wrong fields
+set, megatron-core's optimizer skips FP8 weights: the loss falls a little, through norms and embeddings, but the
+matrices never change. Each rank checks the part of each weight whose master it holds, which is up to date even before
+the parts are gathered. Each code must be that of its master: Transformer Engine rounds the master to BF16 first and may
+scale it by earlier amaxes; local layers scale by the amax of all parts.
 """
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,10 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.fp8.comparisons import DELAYED_STATE, EMPTY_HISTORY, RANKS, STORED_WEIGHT, Comparison, Difference
 from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import (
     CAST_IN,
-    CODE_TYPES,
     QUOTIENT_ERROR,
     Phase,
     Role,
@@ -42,17 +42,13 @@ from gpt_pretrain.fp8.gemms import (
     role_name,
     spread_over_blocks,
 )
-from gpt_pretrain.fp8.observer import Difference
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.spec.products import Linear
 from gpt_pretrain.spec.recipes import FORMAT_MAX
 
-# Columns of the fingerprint: a change goes unnoticed only if it cancels in every one of these sums.
-_COLUMNS = 256
 # Rows and columns of the blocks of blockwise weights; mxfp8 weights are not stored in FP8.
 _BLOCK = 128
-# E4M3: the relative spacing of numbers, and the absolute one below the smallest normal number.
-_RELATIVE_STEP, _SMALLEST_STEP = 2.0**-3, 2.0**-9
 # Values that are compared at once. Comparing a matrix of 5,120 × 20,480 as a whole would take 2 GiB.
 _PIECE = 2**24
 
@@ -69,27 +65,37 @@ def is_recomputed(phase: Phase) -> bool:
 class Replay:
     """Records the amaxes and scales of one training step's casts.
 
-    `names` are the layers planned in FP8, the same on all ranks of the amax reduction group. Tensors are replayed one
+    `linears` are the layers planned in FP8, the same on all ranks of the amax reduction group. Tensors are replayed one
     by one: it does not matter when a pass ends, because no tensor is cast twice before that.
     """
 
     def __init__(
-        self, settings: Fp8Settings, modules: Mapping[str, torch.nn.Module], names: Sequence[str], num_microbatches: int
+        self,
+        settings: Fp8Settings,
+        modules: Mapping[str, torch.nn.Module],
+        linears: Mapping[str, Linear],
+        num_microbatches: int,
     ) -> None:
         self._settings = settings
         self._modules = modules
+        self._linears = linears
         self._num_microbatches = num_microbatches
         # Amax [1] and scale [1] of each pass, and the scales of codes that were cast earlier.
         self._amaxes: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._scales: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._reused: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._stored: set[_Tensor] = set()
-        self._begin = {(name, role): self._copied_state((name, role)) for name in names for role in Role}
+        self._begin = {(name, role): self._copied_state((name, role)) for name in linears for role in Role}
 
     def _copied_state(self, tensor: _Tensor) -> _State | None:
         name, role = tensor
         state = delayed_state(self._modules[name], role) if name in self._modules else None
         return None if state is None else (state[0].clone(), state[1].clone())
+
+    def row_before(self, tensor: _Tensor) -> torch.Tensor | None:
+        """Row 0 of the history before the step, []: what a validation or the optimizer's cast has left there."""
+        begin = self._begin[tensor]
+        return None if begin is None else begin[0][0]
 
     def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
         """Records a tensor that a product reads, with the scale of its codes, and its amax if it was cast for it."""
@@ -141,19 +147,35 @@ class Replay:
                 # Transformer Engine creates them in the first pass.
                 begin = torch.zeros_like(end[0]), torch.ones_like(end[1])
             if rows != planned or end is None or begin is None:
-                yield _difference(tensor, "rows of the amax history", planned, rows)
+                yield _difference(DELAYED_STATE, tensor, "rows of the amax history", planned, rows)
             elif all(map(math.isfinite, [*seen, *begin[0].tolist()])):
                 yield from self._compare(tensor, begin, seen, end)
                 for what, mine, high, low in zip(("scale", "amax history"), own, largest, smallest, strict=True):
                     if high != -low:
-                        yield _difference(tensor, f"{what} on all ranks", high, -low if mine == high else mine)
+                        yield _difference(RANKS, tensor, f"{what} on all ranks", high, -low if mine == high else mine)
+        yield from self._emptied(dict(zip(tensors, passes, strict=True)))
+
+    def _emptied(self, seen: Mapping[_Tensor, list[float]]) -> Iterator[Difference]:
+        """Histories that were empty before the step, while most of the same tensors of other layers had one."""
+        filled: dict[tuple[str, Role], list[bool]] = defaultdict(list)
+        was_filled = {}
+        for (name, role), begin in self._begin.items():
+            # The only row of a history of one is the present pass's.
+            if begin is not None and len(begin[0]) > 1:
+                was_filled[name, role] = bool((begin[0][1:] != 0).any())
+                filled[self._linears[name].kind, role].append(was_filled[name, role])
+        for (name, role), is_filled in was_filled.items():
+            others = filled[self._linears[name].kind, role]
+            if not is_filled and 2 * sum(others) > len(others) and max(seen[name, role], default=0.0) > 0:
+                planned, live = f"filled, as {sum(others)} of {len(others)} of its kind", "empty before the step"
+                yield _difference(EMPTY_HISTORY, (name, role), "amax history", planned, live)
 
     def _compare(self, tensor: _Tensor, begin: _State, seen: list[float], end: _State) -> Iterator[Difference]:
         history, found_history = begin[0].tolist(), end[0].tolist()
         scale, found_scale = begin[1].item(), end[1].item()
         first = self._first_scale(tensor, history)
         if first is not None and not first[0] * (1 - QUOTIENT_ERROR) <= scale <= first[1] * (1 + QUOTIENT_ERROR):
-            yield _difference(tensor, "first scale", first[1], scale)
+            yield _difference(DELAYED_STATE, tensor, "first scale", first[1], scale)
         scales = [scale]
         for amax in seen:
             newest = history[0] = max(history[0], amax)
@@ -168,7 +190,7 @@ class Replay:
             # The scale of codes that were cast earlier must be that of one of the step's casts.
             expected = scales[index : index + 1] if index < num_casts else scales[: max(1, num_casts)]
             if not any(_is_near(found, each) for each in expected):
-                yield _difference(tensor, "scale", expected[0] if expected else scales[-1], found)
+                yield _difference(DELAYED_STATE, tensor, "scale", expected[0] if expected else scales[-1], found)
                 break
         if tensor in self._stored:
             # The amax of the optimizer's cast waits here for the next pass.
@@ -176,15 +198,15 @@ class Replay:
             weight: Any = self._modules[tensor[0]].weight
             used_scale = 1.0 / weight._scale_inv.item()
             if not _is_near(used_scale, found_scale):
-                yield _difference(tensor, "scale of the stored codes", found_scale, used_scale)
+                yield _difference(DELAYED_STATE, tensor, "scale of the stored codes", found_scale, used_scale)
         if history[-1] != found_history[-1]:
-            yield _difference(tensor, "newest amax of the history", history[-1], found_history[-1])
+            yield _difference(DELAYED_STATE, tensor, "newest amax of the history", history[-1], found_history[-1])
         off = sum(amax != found for amax, found in zip(history, found_history, strict=True))
         if off > (history[-1] != found_history[-1]):
             what = f"amax history after {len(seen)} passes"
-            yield _difference(tensor, what, f"{len(history)} amaxes", f"{off} others")
+            yield _difference(DELAYED_STATE, tensor, what, f"{len(history)} amaxes", f"{off} others")
         if not _is_near(found_scale, scales[-1]):
-            yield _difference(tensor, "next scale", scales[-1], found_scale)
+            yield _difference(DELAYED_STATE, tensor, "next scale", scales[-1], found_scale)
 
     @property
     def _takes_maximum(self) -> bool:
@@ -206,10 +228,14 @@ class Replay:
         return largest if is_complete else 0.0, largest
 
 
-def _difference(tensor: _Tensor, what: str, planned: float | str, live: float | str) -> Difference:
+def _difference(
+    comparison: Comparison, tensor: _Tensor, what: str, planned: float | str, live: float | str
+) -> Difference:
     name, role = tensor
     shown = (each if isinstance(each, str) else f"{each:.6g}" for each in (planned, live))
-    return Difference(module=name, what=f"{role_name(role)}: {what}", planned=next(shown), live=next(shown))
+    return Difference(
+        comparison=comparison, module=name, what=f"{role_name(role)}: {what}", planned=next(shown), live=next(shown)
+    )
 
 
 def _is_near(found: float, expected: float) -> bool:
@@ -240,31 +266,25 @@ class _Shard:
         return self._own(self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data)
 
     @property
-    def scale_inv(self) -> torch.Tensor:
-        """The factor of Transformer Engine's codes, fp32: [1], or [n] if each 128×128 values have their own."""
+    def scale(self) -> torch.Tensor:
+        """The factor of the master before it was rounded, fp32: [1], or [n] if each 128×128 values have their own."""
+        if self.is_of_local_layer:
+            return self.weight.scale  # type: ignore[no-any-return]
         if hasattr(self.weight, "_scale_inv"):
-            return self.weight._scale_inv  # type: ignore[no-any-return]
-        blocks: torch.Tensor = self.weight._rowwise_scale_inv
+            return self.weight._scale_inv.reciprocal()  # type: ignore[no-any-return]
+        blocks: torch.Tensor = self.weight._rowwise_scale_inv.reciprocal()
         return self._own(spread_over_blocks(blocks, (_BLOCK, _BLOCK), self.weight.shape))
 
     def count_off(self) -> int:
-        """Number of values too far from their masters; waits for the device."""
+        """Number of codes that are not their masters'; waits for the device."""
+        dtype = torch.float32 if self.is_of_local_layer else self.weight.dtype
+        exact = torch.zeros((), device=self.master.device)
+        pieces = (
+            each.split(_PIECE) for each in (self.codes, self.master.view(-1), self.scale.expand(self.master.numel()))
+        )
         off = torch.zeros((), dtype=torch.int64, device=self.master.device)
-        each_code, each_master = self.codes.split(_PIECE), self.master.view(-1).split(_PIECE)
-        if self.is_of_local_layer:
-            scale = self.weight.scale
-            for codes, master in zip(each_code, each_master, strict=True):
-                off += other_codes(codes, master, torch.zeros_like(scale), scale, "e4m3").sum()
-            return int(off)
-        each_scale_inv = self.scale_inv.expand(self.master.numel()).split(_PIECE)
-        for codes, master, scale_inv in zip(each_code, each_master, each_scale_inv, strict=True):
-            limit = FORMAT_MAX["e4m3"] * scale_inv
-            # A delayed scale may be too large for the newest values, which saturate.
-            aim = master.float().clamp(-limit, limit)
-            step = torch.maximum(aim.abs() * _RELATIVE_STEP, _SMALLEST_STEP * scale_inv)
-            values = codes.view(CODE_TYPES["e4m3"]).float() * scale_inv
-            # True of NaN, too.
-            off += (~((values - aim).abs() <= step)).sum()
+        for codes, master, scale in zip(*pieces, strict=True):
+            off += other_codes(codes, master.to(dtype), exact, scale, "e4m3").sum()
         return int(off)
 
 
@@ -295,43 +315,29 @@ def _scales(optimizer: MegatronOptimizer, least_amax: float) -> Iterator[tuple[S
         yield from zip(weights, planned, found, strict=True)
 
 
-def _fingerprint(codes: torch.Tensor) -> torch.Tensor:
-    """int64 [up to 256 + the rest]: column sums, which need no copy of the codes."""
-    whole = codes.numel() // _COLUMNS * _COLUMNS
-    return torch.cat([codes[:whole].view(-1, _COLUMNS).sum(0, dtype=torch.int64), codes[whole:].long()])
+@torch.no_grad()
+def weight_differences(
+    optimizer: MegatronOptimizer, weights: Mapping[str, Any], least_amax: float
+) -> Iterator[Difference]:
+    """Each FP8 weight of this rank that has not followed its master in an optimizer's step; every rank calls it.
 
-
-class MasterCheck:
-    """Compares the FP8 weights of this rank before and after an optimizer step, and with their masters.
-
-    `names` maps the id of a weight to the name of its layer; `least_amax` replaces a smaller amax in a scale.
+    `weights` are this rank's FP8 weights, by name; `least_amax` replaces a smaller amax in a local layer's scale.
     """
+    names = {id(weight): name for name, weight in weights.items()}
 
-    def __init__(self, optimizer: MegatronOptimizer, names: Mapping[int, str], least_amax: float = 0.0) -> None:
-        self._optimizer = optimizer
-        self._least_amax = least_amax
-        self._names = names
-        self._before = [_fingerprint(shard.codes) for shard in _shards(optimizer)]
+    def difference(weight: Any, what: str, planned: str, live: str) -> Difference:
+        module = names.get(id(weight), "a weight")
+        return Difference(comparison=STORED_WEIGHT, module=module, what=what, planned=planned, live=live)
 
-    @torch.no_grad()
-    def problems(self, lr: float) -> Iterator[Difference]:
-        """Each weight that did not follow its master; every rank calls it.
-
-        A weight must have changed if the learning rate moved so many values that some reached another code.
-        """
-        for shard, before in zip(_shards(self._optimizer), self._before, strict=True):
-            name, what = self._names.get(id(shard.weight), "a weight"), "weight after the step"
+    what = "weight after the step"
+    updated = {id(weight) for part in _parts(optimizer) for weight in part._get_fp8_params_and_shard_fp32_from_fp8()[0]}
+    for weight in weights.values():
+        if id(weight) not in updated:
+            yield difference(weight, what, "cast by the optimizer", "unknown to it")
+    for shard in _shards(optimizer):
+        if off := shard.count_off():
             size = shard.master.numel()
-            off = shard.count_off()
-            if off:
-                near = "the code" if shard.is_of_local_layer else "within one FP8 step"
-                planned, live = f"every value {near} of its master", f"{off:,} of {size:,} values are not"
-                yield Difference(module=name, what=what, planned=planned, live=live)
-            # The codes of weights with standard deviation 0.02 are about 2e-3 apart.
-            must_change = size * lr / 2e-3 > 30
-            if must_change and torch.equal(_fingerprint(shard.codes), before):
-                yield Difference(module=name, what=what, planned="changed", live="the same codes as before")
-        for weight, scale, found in _scales(self._optimizer, self._least_amax):
-            if abs(found - scale) > QUOTIENT_ERROR * scale:
-                name, what = self._names.get(id(weight), "a weight"), "scale of the weight after the step"
-                yield Difference(module=name, what=what, planned=f"{scale:.6g}", live=f"{found:.6g}")
+            yield difference(shard.weight, what, "every code that of its master", f"{off:,} of {size:,} are not")
+    for weight, scale, found in _scales(optimizer, least_amax):
+        if abs(found - scale) > QUOTIENT_ERROR * scale:
+            yield difference(weight, "scale of the weight after the step", f"{scale:.6g}", f"{found:.6g}")

@@ -19,13 +19,13 @@ import torch
 from gpt_pretrain.fp8.gemms import (
     CAST_IN,
     CODE_TYPES,
-    HARDWARE_ERROR,
     OPERANDS,
     Fp8Operand,
     Operand,
     Phase,
     Product,
     Role,
+    Sums,
 )
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.patches import patched
@@ -40,14 +40,8 @@ _ARGUMENTS = {
 }
 # Rows and columns of the square blocks of weights, and values of the other blocks (TE 2.12, Float8BlockQuantizer).
 _BLOCK = 128
-# Two kernels that add up a norm's squares in fp32 in different orders, then round a few times.
+# Two kernels that add up a norm's values and squares in fp32 in different orders, then round a few times.
 _NORM_BLUR = 2.0**-18
-
-# The error of sums in Hopper's tensor cores, which keep about 14 bits; a split sum moves to fp32 now and then. Of 4,096
-# to 28,672 random terms an H200 lost 2^-14.6 of their magnitudes in forward products, which are not split, and at most
-# 2^-18 in the others. Sums of terms of one sign and very different sizes lose more, up to `HARDWARE_ERROR`: 2.7e-3 in
-# weight gradients of a repeated batch over 8,192 tokens, without rounding to BF16.
-_FAST_ERROR, _SPLIT_ERROR = 2.0**-13, 2.0**-16
 
 # Called with a module's name in the whole model and a product, right before it is computed, or right after with its
 # result. Must not wait for the device.
@@ -78,11 +72,12 @@ class Watch:
     idle_listener: IdleListener | None
     asks: Asks | None
     asks_result: Asks | None
+    turn: int
     measure_amax: bool
     # The module of the pass, and the values that it casts (those of all experts in one tensor).
     _name: str = field(default="", init=False)
     _values: dict[Role, torch.Tensor] = field(default_factory=dict, init=False)
-    _blur: float = field(default=0.0, init=False)
+    _blur: torch.Tensor | None = field(default=None, init=False)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -108,7 +103,7 @@ class Watch:
 
     def _begin(self, name: str, *_: Any) -> None:
         """Before a pass of a module; usable as a hook."""
-        self._name, self._blur = name, 0.0
+        self._name, self._blur = name, None
         self._values.clear()
 
     def _forward(self, forward: _Function, find_input: _Function, ctx: Any, *args: Any) -> Any:
@@ -138,7 +133,7 @@ class Watch:
         elif type(quantizer).__name__ == "Float8Quantizer":
             # With a delayed scale the norm is cast without being rounded (TE 2.12, pytorch/csrc/extensions).
             self._take(Role.input, _norm_in_fp32(x, weight, bias, eps, *more[1:]))
-            self._blur = _NORM_BLUR
+            self._blur = _norm_blur(x, eps, *more[1:])
         else:
             self._take(Role.input, norm(x, None, weight, bias, eps, None, *more)[0])
         return result
@@ -172,16 +167,16 @@ class Watch:
             for part, expert in enumerate(computing):
                 self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows)
             return gemm(a, b, *args, **kwargs)
-        # Only the first product is reported with its result.
-        first, out = computing[0], args[0]
-        added = kwargs["bias"][first] if kwargs.get("use_bias") else None
+        # One product is reported with its result: the same expert's in all phases of a microbatch.
+        chosen, out = computing[self.turn % len(computing)], args[0]
+        added = kwargs["bias"][chosen] if kwargs.get("use_bias") else None
         if kwargs.get("accumulate"):
-            added = out[first].clone()
+            added = out[chosen].clone()
         result = gemm(a, b, *args, **kwargs)
-        output = out[0].split(rows)[first] if kwargs.get("single_output") else out[first]
+        output = out[0].split(rows)[chosen] if kwargs.get("single_output") else out[chosen]
         is_split = kwargs.get("use_split_accumulator", False)
         for part, expert in enumerate(computing):
-            told = {"output": output, "added": added, "is_split": is_split} if expert == first else {}
+            told = {"output": output, "added": added, "is_split": is_split} if expert == chosen else {}
             self._tell(phase, *pairs[expert], part=part, expert=expert, rows=rows, **told)
         return result
 
@@ -217,8 +212,7 @@ class Watch:
             output=output,
             added=added,
             part=part,
-            result_error=HARDWARE_ERROR,
-            sum_error=_SPLIT_ERROR if is_split or has_blocks else _FAST_ERROR,
+            sums=Sums.split if is_split or has_blocks else Sums.unsplit,
         )
         self.listener(self._name, product)
 
@@ -248,7 +242,7 @@ class Watch:
             scale=scale,
             amax=amax,
             values=None if is_gathered else values,
-            blur=self._blur if role is Role.input else 0.0,
+            blur=self._blur if role is Role.input else None,
             is_gathered=is_gathered,
         )
 
@@ -271,6 +265,18 @@ def _norm_in_fp32(x: Any, weight: Any, bias: Any, eps: float, *how: Any) -> torc
     if normalization == "RMSNorm":
         return torch.nn.functional.rms_norm(x.float(), shape, factor, eps)
     return torch.nn.functional.layer_norm(x.float(), shape, factor, bias.float(), eps)
+
+
+def _norm_blur(x: Any, eps: float, normalization: str, *_: Any) -> torch.Tensor:
+    """How far two kernels' results may be apart, relative to the largest value of them, [].
+
+    A layer norm subtracts a mean: the error of the mean grows with it, and the rest may be small.
+    """
+    blur = torch.full((), _NORM_BLUR, device=x.device)
+    if normalization == "RMSNorm":
+        return blur
+    variance, mean = torch.var_mean(x.float(), dim=-1, correction=0)
+    return blur * (1 + 2 * (mean.abs() * (variance + eps).rsqrt()).max())
 
 
 def format_of(tensor: Any) -> str:

@@ -2,11 +2,12 @@
 
 Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. So the codes, scales and results of the step
 and the state of delayed scaling are computed again from the tensors and the plan alone (`fp8/cast_checks.py`,
-`fp8/state_checks.py`). docs/fp8.md, "The proof", says what is compared, how near it must be, and what cannot be seen.
+`fp8/results.py`, `fp8/state_checks.py`). `fp8/comparisons.py` says what is compared, how near it must be and what a
+difference does; docs/fp8.md, "The proof", also says what cannot be seen.
 
-Each layer's three products are counted in every microbatch. Each product of one layer per kind is multiplied again, and
-the output that this layer passes on must be that result. Ranks and steps take turns at microbatches, layers, and parts
-of large tensors, so that a proof takes seconds and megabytes whatever the model.
+Each layer's three products are counted in every microbatch. In the microbatch whose turn it is (`fp8/turns.py`) each is
+multiplied again in part, the output that the layer passes on must be that result, and the weight gradient must read the
+input of the forward product.
 
 The values that a cast rounded are known in local layers. In Transformer Engine's layers they are unknown if the kernel
 of an activation casts it, or if ranks that split a sequence gather codes. A weight stored in FP8 has no other values.
@@ -14,98 +15,104 @@ of an activation casts it, or if ranks that split a sequence gather codes. A wei
 Nothing here waits for the device before `differences`.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.fp8.cast_checks import Checks, Window, part
-from gpt_pretrain.fp8.gemms import CODE_TYPES, Fp8Operand, Phase, Product, Role, multiply, role_format, role_name
+from gpt_pretrain.fp8.cast_checks import Checks, Window
+from gpt_pretrain.fp8.comparisons import COUNTS, OPERANDS_OF_WGRAD, OUTPUT, Difference
+from gpt_pretrain.fp8.gemms import (
+    CAST_IN,
+    CODE_TYPES,
+    Fp8Operand,
+    Operand,
+    Phase,
+    Product,
+    Role,
+    other_codes,
+    role_format,
+    role_name,
+)
 from gpt_pretrain.fp8.local_layers import Fp8Linear
-from gpt_pretrain.fp8.observer import Difference
+from gpt_pretrain.fp8.results import Sample, check_result
 from gpt_pretrain.fp8.state_checks import Replay, is_recomputed
 from gpt_pretrain.fp8.te_products import is_te_linear
+from gpt_pretrain.fp8.turns import Turn
 from gpt_pretrain.spec.fp8 import Fp8Settings
 from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
 
-# The factor by which rounding errors that are not independent may miss the sum of independent ones.
-_COHERENCE = 8.0
-# The least share of values that rounding changes. One in sixteen of BF16's values fits E4M3, one in 32 E5M2.
-_LEAST_ROUNDED = 0.5
-# The dimension of each operand that the product does not sum over.
-_OWN_DIMENSION = {Phase.forward: (0, 0), Phase.dgrad: (0, 1), Phase.wgrad: (1, 1)}
-# Rows and columns of a result that are multiplied again.
-_RESULT_SIDE = 1024
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Seen:
+    """A sample of an operand of a forward product or a dgrad, to find it again in the weight gradient."""
+
+    sample: Sample
+    values: torch.Tensor | None
+    """Before the cast; None if unknown."""
+    codes: torch.Tensor | None
+    """uint8; None if the weight gradient reads others: with scales of blocks or rows, and outside FP8."""
 
 
 class WatchedValues:
-    """Records one training step.
-
-    `turn` selects what is looked at: another number on each rank and at each step.
-    """
+    """Records one training step."""
 
     def __init__(
         self,
         settings: Fp8Settings,
         linears: Mapping[str, Linear],
         modules: Mapping[str, torch.nn.Module],
-        *,
-        num_microbatches: int,
-        turn: int,
+        turn: Turn,
     ) -> None:
         self._settings = settings
         # `WatchedProducts` reports layers of other kinds.
         held = {name: modules[name] for name in linears if name in modules}
         self._modules = {name: each for name, each in held.items() if isinstance(each, Fp8Linear) or is_te_linear(each)}
-        self._num_microbatches = num_microbatches
         self._turn = turn
-        self._microbatch = turn % num_microbatches
-        kinds: dict[str, list[str]] = defaultdict(list)
-        for name, linear in linears.items():
-            kinds[linear.kind].append(name)
-        self._repeated = {names[turn % len(names)] for names in kinds.values()}
-        self._checks = Checks(settings, turn)
+        # Tensor parallel ranks pass on the sum of these layers' results. Experts compute theirs one by one.
+        summed = (PROJ, FC2) if parallel_state.get_tensor_model_parallel_world_size() > 1 else ()
+        self._passing_on = {
+            name: each for name, each in self._modules.items() if not name.endswith((*summed, EXPERT_FC1, EXPERT_FC2))
+        }
+        self._checks = Checks(settings, turn.part)
         self._results: dict[str, torch.Tensor] = {}
+        self._seen: dict[tuple[str, int, Role], _Seen] = {}
         self._counts: Counter[tuple[str, Phase]] = Counter()
         self._multiplied: set[tuple[str, Phase]] = set()
-        # The parts of these layers' inputs from which their weight gradients are multiplied again.
-        self._inputs: dict[str, torch.Tensor] = {}
         self._replay: Replay | None = None
         if settings.recipe.keeps_history:
-            self._replay = Replay(settings, self._modules, list(linears), num_microbatches)
+            self._replay = Replay(settings, self._modules, linears, turn.num_microbatches)
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Watches the outputs of layers during the step; `note` must be called with its products."""
-        # Tensor parallel ranks pass on the sum of these layers' results. Experts compute theirs one by one.
-        summed = (PROJ, FC2) if parallel_state.get_tensor_model_parallel_world_size() > 1 else ()
         with ExitStack() as stack:
-            for name, module in self._modules.items():
-                if name in self._repeated and not name.endswith((*summed, EXPERT_FC1, EXPERT_FC2)):
-                    stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
+            for name, module in self._passing_on.items():
+                stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
             yield
         self._results.clear()
-        self._inputs.clear()
+        self._seen.clear()
 
     def _check_output(self, name: str, module: torch.nn.Module, arguments: Any, returned: Any) -> None:
         # A second result is the bias, which the next layer adds.
         output = returned[0] if isinstance(returned, tuple) else returned
         result = self._results.pop(name, None)
         if result is not None:
-            window = Window.of_turn(self._turn, result.shape)
+            window = Window.of_turn(self._turn.part, result.shape)
             given, expected = window.of(output.detach().reshape(result.shape)), window.of(result)
             off = (given != expected).sum()
             planned, live = "{0:,.0f} values of the product", "{1:,.0f} others"
-            self._checks.add(name, "output", off, expected.numel(), off, planned=planned, live=live)
+            self._checks.add(OUTPUT, name, "output", off, expected.numel(), off, planned=planned, live=live)
 
     def asks_result(self, module: str, phase: Phase) -> bool:
         """Whether the result of a layer's next product is needed."""
-        is_turn = self._counts[module, phase] == self._microbatch and not is_recomputed(phase)
-        return is_turn and module in self._repeated and module in self._modules
+        is_turn = self._counts[module, phase] == self._turn.microbatch and not is_recomputed(phase)
+        return is_turn and module in self._modules
 
     def note_idle(self, module: str, phase: Phase) -> None:
         """Records a product without rows."""
@@ -121,22 +128,64 @@ class WatchedValues:
         phase = product.phase
         is_first_pass = not is_recomputed(phase)
         self._counts[module, phase] += is_first_pass and product.part == 0
-        is_turn = is_first_pass and self._counts[module, phase] - 1 == self._microbatch
+        is_turn = is_first_pass and self._counts[module, phase] - 1 == self._turn.microbatch
         # `WatchedProducts` reports operands without codes.
-        operands = [operand for operand in product.operands if isinstance(operand, Fp8Operand)]
-        are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in operands]
-        if product.output is None or module not in self._repeated:
+        in_fp8 = [operand for operand in product.operands if isinstance(operand, Fp8Operand)]
+        are_whole = [self._check_cast(module, phase, operand, is_turn=is_turn) for operand in in_fp8]
+        if not all(are_whole):
             return
-        if phase is Phase.forward:
+        # A forward pass that is computed again belongs to the backward pass that runs now.
+        is_again = phase is Phase.forward and not is_first_pass
+        if is_turn or (is_again and self._counts[module, Phase.wgrad] == self._turn.microbatch):
+            self._follow_operands(module, product)
+        if product.output is None or not is_turn:
+            return
+        if phase is Phase.forward and module in self._passing_on:
             self._results[module] = product.output.detach()
-        if is_turn and len(operands) == 2 and all(are_whole):
-            values = product.operands[0].values
-            if phase is Phase.forward and values is not None:
-                columns = part(values.shape[1], _RESULT_SIDE, self._turn)
-                self._inputs[module] = values[:, slice(*columns)].clone()
-            self._multiply(module, product, operands, product.output)
-        elif is_turn and not operands and not self._settings.wgrad and phase is Phase.wgrad:
-            self._multiply_values(module, product, product.output)
+        is_high = not in_fp8 and not self._settings.wgrad and phase is Phase.wgrad
+        if len(in_fp8) == 2 or (is_high and all(operand.values is not None for operand in product.operands)):
+            self._multiplied.add((module, phase))
+            check_result(self._checks, module, product, product.output, self._turn.part)
+
+    def _follow_operands(self, module: str, product: Product) -> None:
+        """Keeps samples of what a weight gradient will read, and compares them with what it reads."""
+        for operand in product.operands:
+            key = module, product.part, operand.role
+            if operand.role is Role.weight:
+                continue
+            if product.phase is not Phase.wgrad:
+                if isinstance(operand, Fp8Operand):
+                    self._seen[key] = self._sampled(product.phase, operand)
+            elif (seen := self._seen.pop(key, None)) is not None:
+                self._compare_operand(module, operand, seen)
+
+    def _sampled(self, phase: Phase, operand: Fp8Operand) -> _Seen:
+        sample = Sample.of_turn(operand.codes.shape, self._turn.part, operand.codes.device)
+        is_same_cast = self._checks.block(phase, operand) is None and self._settings.wgrad
+        return _Seen(
+            sample=sample,
+            values=None if operand.values is None else sample.of(operand.values),
+            codes=sample.of(operand.codes.view(torch.uint8)) if is_same_cast else None,
+        )
+
+    def _compare_operand(self, module: str, operand: Operand, seen: _Seen) -> None:
+        sample, role = seen.sample, operand.role
+        if not isinstance(operand, Fp8Operand):
+            if operand.values is None or seen.values is None:
+                return
+            off = sample.of(operand.values) != seen.values.to(operand.values.dtype)
+        elif seen.codes is not None:
+            off = sample.of(operand.codes.view(torch.uint8)) != seen.codes
+        elif seen.values is not None:
+            # Values are known to the bit where scales are of blocks or rows.
+            factors, exact = sample.factors(operand.scale, self._checks.block(Phase.wgrad, operand)), torch.zeros(())
+            codes, format = sample.of(operand.codes.view(torch.uint8)), role_format(self._settings, role)
+            off = other_codes(codes.view(CODE_TYPES[format]), seen.values, exact.to(factors), factors, format)
+        else:
+            return
+        what = f"{role_name(role)} in wgrad"
+        planned, live = f"that of {CAST_IN[role].value}", "{1:,.0f} of {0:,.0f} values differ"
+        self._checks.add(OPERANDS_OF_WGRAD, module, what, off.sum(), off.numel(), off.sum(), planned=planned, live=live)
 
     def _check_cast(self, module: str, phase: Phase, operand: Fp8Operand, *, is_turn: bool) -> bool:
         """Checks an operand's codes, scale and amax; False if their shapes are wrong, so that nothing else can be."""
@@ -168,69 +217,10 @@ class WatchedValues:
         if is_turn and values is not None:
             self._checks.check_values(module, phase, operand)
         elif is_turn:
-            self._checks.check_codes_alone(module, phase, operand, amax)
+            is_first = self._replay is not None and self._counts[module, phase] == 1
+            earlier = self._replay.row_before((module, role)) if self._replay is not None and is_first else None
+            self._checks.check_codes_alone(module, phase, operand, amax, earlier)
         return True
-
-    def _multiply_values(self, module: str, product: Product, output: torch.Tensor) -> None:
-        """Computes a part of a weight gradient outside FP8 again, from the input of the forward pass."""
-        gradient, given = (operand.values for operand in product.operands)
-        columns = part(output.shape[1], _RESULT_SIDE, self._turn)
-        if gradient is None or given is None or module not in self._inputs:
-            return
-        self._multiplied.add((module, product.phase))
-        inputs = self._inputs[module].to(given.dtype)
-        again = multiply(product.phase, gradient.float(), inputs.float())
-        found = output[:, slice(*columns)].float()
-        away, what = (found - again).norm() / found.norm(), f"result of {product.phase.value}"
-        planned, tolerance = "within {0:.3g} of the product of its values", product.result_error
-        self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live="{1:.3g} away")
-
-    def _multiply(self, module: str, product: Product, operands: Sequence[Fp8Operand], output: torch.Tensor) -> None:
-        """Computes a part of a product again, from the codes and from the values that were rounded."""
-        phase = product.phase
-        self._multiplied.add((module, phase))
-        rows, columns = (part(size, _RESULT_SIDE, self._turn) for size in output.shape)
-        exact, rounded = [], []
-        for operand, side, own in zip(operands, (rows, columns), _OWN_DIMENSION[phase], strict=True):
-            whole = (0, operand.codes.shape[1 - own])
-            window = Window(side, whole) if own == 0 else Window(whole, side)
-            factors = window.factors(operand.scale, self._checks.block(phase, operand))
-            rounded.append(window.of(operand.codes).float() / factors)
-            if operand.values is not None:
-                values = window.of(operand.values)
-            elif phase is Phase.wgrad and operand.role is Role.input and module in self._inputs:
-                values = self._inputs[module]
-            else:
-                continue
-            exact.append(values.float())
-            changed = ((exact[-1] != rounded[-1]).sum() / (exact[-1] != 0).sum()).nan_to_num(nan=1.0)
-            what, planned = f"{role_name(operand.role)} in {phase.value}", "rounding changes {0:.0%} of the values"
-            too_few = changed < _LEAST_ROUNDED
-            self._checks.add(module, what, too_few, _LEAST_ROUNDED, changed, planned=planned, live="{1:.1%}")
-        again = multiply(phase, *rounded)
-        result = output[slice(*rows), slice(*columns)].float()
-        found = result
-        if product.added is not None:
-            added = product.added[..., slice(*columns)]
-            found = result - (added if added.dim() == 1 else added[slice(*rows)]).float()
-        # What was added to the product was rounded with it. A result of zeros has no size of its own.
-        size = torch.maximum((found if output.dtype is torch.float32 else result).norm(), again.norm())
-        lost = product.sum_error * multiply(phase, *map(torch.abs, rounded)).norm() / size
-        tolerance = product.result_error + lost
-        away = (found - again).norm() / size
-        what, live = f"result of {phase.value}", "{1:.3g} away"
-        planned = "within {0:.3g} of the product of its codes"
-        self._checks.add(module, what, away > tolerance, tolerance, away, planned=planned, live=live)
-        if len(exact) < 2:
-            return
-        explained = _rounding_error(phase, exact, rounded)
-        distance, blur = (found - multiply(phase, *exact)).norm(), tolerance * size
-        too_near = (distance < explained / _COHERENCE) & (explained / _COHERENCE > blur)
-        too_far = distance > explained * _COHERENCE + blur
-        planned = "{0:.3g} away from the product without rounding"
-        self._checks.add(
-            module, what, too_near | too_far, explained / size, distance / size, planned=planned, live=live
-        )
 
     @torch.no_grad()
     def differences(self, group: torch.distributed.ProcessGroup) -> list[Difference]:
@@ -243,28 +233,17 @@ class WatchedValues:
     def _uncomputed(self) -> Iterator[Difference]:
         for name in self._modules:
             for phase in Phase:
-                count, planned = self._counts[name, phase], self._num_microbatches
+                count, planned = self._counts[name, phase], self._turn.num_microbatches
                 # `WatchedProducts` reports products without any.
                 if 0 < count < planned:
                     what = f"{phase.value} products"
-                    yield Difference(module=name, what=what, planned=f"{planned} or more", live=str(count))
+                    yield Difference(
+                        comparison=COUNTS, module=name, what=what, planned=f"{planned} or more", live=str(count)
+                    )
 
     def _unmultiplied(self) -> Iterator[Difference]:
-        for name in sorted(self._repeated & self._modules.keys()):
+        for name in sorted(self._modules):
             for phase in Phase:
                 if self._counts[name, phase] and (name, phase) not in self._multiplied:
-                    yield Difference(module=name, what=f"result of {phase.value}", planned="reported", live="none")
-
-
-def _rounding_error(phase: Phase, exact: list[torch.Tensor], rounded: list[torch.Tensor]) -> torch.Tensor:
-    """The effect of the operands' rounding errors on their product, if they are independent: its 2-norm, fp64 [].
-
-    For c = Σ aₖ·bₖ the mean of ‖δc‖² is Σ ‖δaₖ‖²·‖bₖ‖² + ‖aₖ‖²·‖δbₖ‖² + ‖δaₖ‖²·‖δbₖ‖² over all rows and columns.
-    """
-    own = _OWN_DIMENSION[phase]
-    sizes = [values.double().square().sum(dim) for values, dim in zip(exact, own, strict=True)]
-    errors = [
-        (values.double() - codes.double()).square().sum(dim)
-        for values, codes, dim in zip(exact, rounded, own, strict=True)
-    ]
-    return (errors[0] * sizes[1] + sizes[0] * errors[1] + errors[0] * errors[1]).sum().sqrt()
+                    what = f"result of {phase.value}"
+                    yield Difference(comparison=COUNTS, module=name, what=what, planned="reported", live="none")

@@ -22,6 +22,7 @@ from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,
+    Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
@@ -135,17 +136,25 @@ class RunConsole:
                 self.warning(problem)
             case Fp8Record():
                 self._show_worst_tensors(record)
+            case Fp8CoverageRecord():
+                self._show_line(record)
+                for text in record.warnings:
+                    self.warning(f"FP8 at step {record.step}: {text}")
             case TrainRecord() if self.is_terminal:
                 self._step, self._record = record.step, record
                 self.start_live()
             case ExpertsRecord() if self.is_terminal:
                 self._experts = record
-            case _ if self.is_terminal:
-                self._step = max(self._step, record.step)
-                self._out.print(screen_line(record, self._max_steps))
             case _:
-                print_line(self._out, log_line(record, self._max_steps))
+                self._show_line(record)
         self._refresh()
+
+    def _show_line(self, record: Record) -> None:
+        if self.is_terminal:
+            self._step = max(self._step, record.step)
+            self._out.print(screen_line(record, self._max_steps))
+        else:
+            print_line(self._out, log_line(record, self._max_steps))
 
     def _show_worst_tensors(self, record: Fp8Record) -> None:
         """The tensors that saturate most, and among equals flush most; then the warnings."""

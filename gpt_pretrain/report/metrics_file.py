@@ -103,6 +103,7 @@ class Metrics:
     """Without those that failed."""
     fp8: list[Fp8Record] = field(default_factory=list)
     experts: list[ExpertsRecord] = field(default_factory=list)
+    fp8_proofs: list[Fp8CoverageRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """Of the newest start; None without FP8 and before its first step is done."""
     summary: SummaryRecord | None = None
@@ -124,6 +125,7 @@ _BY_STEP: Mapping[type[Record], str] = {
     SkippedStepRecord: "skipped_steps",
     LossSpikeRecord: "loss_spikes",
     Fp8Record: "fp8",
+    Fp8CoverageRecord: "fp8_proofs",
     ExpertsRecord: "experts",
 }
 
@@ -158,7 +160,7 @@ def load_records(path: Path) -> Metrics:
                         del records[step]
                 _begin_again(metrics, restart)
             case Fp8CoverageRecord() as record:
-                metrics.fp8_coverage = record
+                metrics.fp8_coverage = by_step[Fp8CoverageRecord][record.step] = record
             case SummaryRecord() as record:
                 metrics.summary = record
             case Record() as record if type(record) in by_step:
@@ -191,8 +193,8 @@ def _parse(line: bytes, place: str) -> Record | None:
         raise UserError(f"{place} is not a record: {error}; remove the line, or restore the file") from None
 
 
-# Positions on the time axis, not measurements.
-_NOT_PLOTTED = {"step", "time_unix"}
+# Positions on the time axis and of what was looked at, not measurements.
+_NOT_PLOTTED = {"step", "time_unix", "proof", "microbatch", "part"}
 
 
 def scalars(record: Record) -> dict[str, float]:

@@ -186,7 +186,8 @@ class Fp8CoverageRecord(Record):
 
     kind: ClassVar[str] = "fp8_coverage"
     gemm_flops_share: float
-    """Share of the FLOPs of a step's matrix products, attention and LM head included, that ran in FP8, 0 to 1."""
+    """Share of the FLOPs of a step's matrix products, attention and LM head included, that ran in FP8, 0 to 1; 0 if
+    the proof failed and the run goes on (logging.fp8_proof=warn)."""
     parameter_bytes_share: float
     """Share of the bytes of all parameters that are stored in FP8, 0 to 1; above 0 only with model.fp8_params."""
     time_s: float
@@ -195,6 +196,14 @@ class Fp8CoverageRecord(Record):
     """Passes of this start over its first batch without updates, for the first scales of delayed scaling."""
     layers_kept_out: tuple[str, ...] = ()
     """Names of linear layers that settings keep out of FP8 (`model.fp8_exclude`, `model.first_last_layers_bf16`)."""
+    proof: int | None = None
+    """How many proofs the run has had with this one; null in files of earlier versions, as in the next two."""
+    microbatch: int | None = None
+    """The microbatch that rank 0 looked at, from 0; each further rank looked at the next."""
+    part: int | None = None
+    """Of a tensor in n parts, rank 0 looked at the one with this number modulo n; each further rank at the next."""
+    warnings: tuple[str, ...] = ()
+    """What was unusual, or under logging.fp8_proof=warn wrong: the console's warnings at this step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -292,3 +301,7 @@ class SummaryRecord(Record):
     """Prompt of the text sample; null without one."""
     sample_text: str | None
     """What the model wrote after the prompt."""
+    fp8_proofs: int | None = None
+    """Proofs of FP8 in the whole run; 0 if it is unproven; null without FP8 and in files of earlier versions."""
+    fp8_proofs_with_warnings: int | None = None
+    """Proofs that found something unusual, or under logging.fp8_proof=warn something wrong."""

@@ -63,8 +63,9 @@ def build_summary(
     checkpoint: str | None,
     sample_prompt: str | None = None,
     sample_text: str | None = None,
+    has_fp8: bool = False,
 ) -> SummaryRecord:
-    """Summarizes a run from its whole history; the keywords except `num_gpus` are fields of `SummaryRecord`."""
+    """Summarizes a run from its whole history; most keywords are fields of `SummaryRecord`."""
     losses = [record.loss for record in metrics.train]
     validation_losses = [record.loss for record in metrics.validation]
     tokens_per_s = mean_tokens_per_s(metrics)
@@ -87,6 +88,8 @@ def build_summary(
         checkpoint=checkpoint,
         sample_prompt=sample_prompt,
         sample_text=sample_text,
+        fp8_proofs=len(metrics.fp8_proofs) if has_fp8 else None,
+        fp8_proofs_with_warnings=sum(bool(each.warnings) for each in metrics.fp8_proofs) if has_fp8 else None,
     )
 
 
@@ -154,6 +157,10 @@ def _facts(summary: SummaryRecord) -> dict[str, str]:
     facts["time"] = format_duration(summary.wall_time_s)
     if summary.skipped_steps:
         facts["skipped steps"] = f"{summary.skipped_steps}, loss or gradient not finite"
+    if summary.fp8_proofs is not None:
+        facts["FP8 proofs"] = f"{summary.fp8_proofs}, {summary.fp8_proofs_with_warnings or 'none'} with warnings"
+        if not summary.fp8_proofs:
+            facts["FP8 proofs"] = "none, FP8 is unproven"
     return facts
 
 

@@ -15,6 +15,7 @@ from gpt_pretrain.config.choices import (
     CudaGraphImpl,
     DataImpl,
     Fp8Backend,
+    Fp8ProofMode,
     MainParamsDtype,
     MoeLoadBalancing,
     MoeTokenDispatcher,
@@ -179,7 +180,10 @@ def _fp8_rows() -> Iterator[NoEffect]:
             # An engine may need more than FP8 to be on.
             turn_on = "null" if key == "model.fp8_backend" else "model.fp8=true"
             yield NoEffect(key, _without_fp8, f"{turn_on}, or leave all keys of FP8 out (fp8=none)")
+    yield NoEffect("logging.fp8_proof", _without_fp8)
     yield NoEffect("logging.fp8_proof_interval", _without_fp8)
+    unproven = _with("logging.fp8_proof", Fp8ProofMode.never, ": nothing is proven")
+    yield NoEffect("logging.fp8_proof_interval", unproven)
     replayed = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
     yield NoEffect("logging.fp8_proof_interval", replayed)
     yield NoEffect("logging.fp8_statistics_interval", _without_fp8, "model.fp8=true, or null")

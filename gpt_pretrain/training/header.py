@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from gpt_pretrain.config.choices import MainParamsDtype
+from gpt_pretrain.config.choices import Fp8ProofMode, MainParamsDtype
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     flops_per_token,
@@ -122,7 +122,9 @@ def describe_fp8(spec: RunSpec) -> str:
     parts += [] if settings.wgrad else ["weight gradients not in FP8"]
     parts += describe_kept_out(spec)
     parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
-    if spec.kernels.cuda_graph_impl is not None:
+    if spec.config.logging.fp8_proof is Fp8ProofMode.never:
+        parts.append("UNPROVEN (logging.fp8_proof=never)")
+    elif spec.kernels.cuda_graph_impl is not None:
         # Chosen for a run of small layers, whatever logging.fp8_proof_interval says.
         parts.append("proven in the first step, and not watched in replayed ones (model.cuda_graph_impl=none: always)")
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)

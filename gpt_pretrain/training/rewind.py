@@ -19,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, out_of_the_way, step_of
-from gpt_pretrain.checkpoint.load import VerifiedCheckpoint, load_checkpoint, resume_from
+from gpt_pretrain.checkpoint.load import Restored, VerifiedCheckpoint, load_checkpoint, resume_from
 from gpt_pretrain.checkpoint.manifest import Progress, write_manifest
 from gpt_pretrain.config.files import fsync, write_file
 from gpt_pretrain.megatron.parallel import on_rank_zero
@@ -122,7 +122,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
     return replace(checkpoint, manifest=manifest)
 
 
-def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress, RewindRecord]:
+def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Restored, RewindRecord]:
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
     Raises:
@@ -144,7 +144,8 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
             f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}",
         )
     taken_back = take_back(checkpoint, next_sample=next_sample, given_up_at=progress)
-    progress = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints).progress
+    restored = load_checkpoint(taken_back, setup.trainable, config, setup.corpus.fingerprints)
+    progress = restored.progress
     first_sample, num_samples = progress.passed_over[-1]
     record = RewindRecord(
         step=progress.step,
@@ -156,4 +157,4 @@ def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Progress
         problem=None,
         warnings=tuple(start.warnings),
     )
-    return progress, record
+    return restored, record

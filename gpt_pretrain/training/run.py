@@ -157,6 +157,7 @@ def _sum_up(
         checkpoint=None if newest is None else str(newest),
         sample_prompt=None if sample is None else config.sample.prompt,
         sample_text=sample,
+        has_fp8=setup.spec.fp8 is not None,
     )
     sinks.write(summary)
     places = {"run directory": str(setup.run_dir)}

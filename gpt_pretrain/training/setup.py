@@ -1,7 +1,7 @@
 """Builds a run once its ranks are connected: model, optimizer, schedule, data, and the state that it starts from."""
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +41,8 @@ class Setup:
     progress: Progress
     notes: Sequence[str]
     """Differences from the checkpoint, for the user."""
+    fp8_digests: Mapping[str, str] | None
+    """Digests of the FP8 state that was restored, by layer; None without (`fp8.delayed.state_digests`)."""
     train_data: SampleDataset
     valid_data: SampleDataset | None
 
@@ -87,6 +89,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         trainable=trainable,
         progress=progress,
         notes=restored.notes,
+        fp8_digests=restored.fp8_digests,
         train_data=train_data,
         valid_data=valid_data,
     )

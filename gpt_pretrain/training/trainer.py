@@ -7,22 +7,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
+from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
+from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.watchdog import Watchdog
-from gpt_pretrain.training.watches import ExpertWatch, FirstStep, Fp8Watch
+from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 
 type AfterStep = Callable[[int, StepResult], None]
 
@@ -55,7 +57,14 @@ class Trainer:
         """Why the newest save failed; None if it did not."""
         self._has_frozen = False
         self._guard = self._new_guard()
-        self._first_step = FirstStep(trainable, log=log, watchdog=watchdog, meter=self._meter)
+        self._proofs = Proofs(
+            trainable,
+            number=self.progress.fp8_proofs,
+            saved=setup.fp8_digests,
+            log=log,
+            watchdog=watchdog,
+            meter=self._meter,
+        )
         self._fp8_watch = Fp8Watch(trainable.model)
         self._expert_watch = ExpertWatch(trainable.model, step=self.progress.step)
         share: dict[str, Any] = {
@@ -86,7 +95,7 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             self._trainable.model.train()
-            self._first_step.find_scales(self._train_batches)
+            self._proofs.find_scales(self._train_batches)
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -141,13 +150,34 @@ class Trainer:
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._fp8_watch.step(step):
-            result = self._first_step.proven(step, partial(train_step, self._trainable, self._train_batches))
+            result = self._proofs.step(step, partial(train_step, self._trainable, self._train_batches))
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
         self._settle(self._saver.poll())
+        if self._proofs.problem is not None:
+            self._end_unproven(self._proofs.problem)
         return result
+
+    def _end_unproven(self, problem: ProofError) -> NoReturn:
+        """Ends a run whose FP8 is not as planned, after a checkpoint if the run saves any and has steps to lose.
+
+        Raises:
+            ProofError: Always.
+        """
+        saves = self.config.checkpoint
+        if self._proofs.has_more_to_lose and (
+            saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None
+        ):
+            try:
+                self.save()
+                self._wait_for_save()
+            except (RunError, GivesUpError) as error:
+                problem.saved = f"its weights are not saved: {error}"
+            else:
+                problem.saved = f"step {self.progress.step} is saved"
+        raise problem
 
     def validate(self) -> None:
         """Logs the loss over the first `trainer.limit_val_batches` batches of the validation split, if there is one."""
@@ -188,7 +218,12 @@ class Trainer:
                 f"the weights are not finite any more after step {self.progress.step}",
             )
         self._saved_step = self.progress.step
-        progress = replace(self.progress, losses=tuple(self._guard.losses), spikes=tuple(self._guard.spikes))
+        progress = replace(
+            self.progress,
+            losses=tuple(self._guard.losses),
+            spikes=tuple(self._guard.spikes),
+            fp8_proofs=self._proofs.number,
+        )
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
             self._settle(self._saver.wait())
@@ -247,7 +282,9 @@ class Trainer:
         """Restores a checkpoint, to continue with the samples after the spike."""
         self._log_fp8()
         with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
-            self.progress, record = go_back(self._setup, request, self.progress)
+            restored, record = go_back(self._setup, request, self.progress)
+        self.progress = restored.progress
+        self._proofs.restored(restored.fp8_digests)
         self._saved_step = self.progress.step
         self._guard = self._new_guard()
         for iterator in self._train_batches:

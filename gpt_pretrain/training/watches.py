@@ -26,13 +26,10 @@ from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.delayed import gradient_scales
-from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.megatron.model import Model
-from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
-from gpt_pretrain.report.records import ExpertsRecord, Fp8CoverageRecord, Fp8Record, Fp8Tensor, Record
-from gpt_pretrain.training.step import Meter, compute_gradients
-from gpt_pretrain.training.watchdog import Watchdog
+from gpt_pretrain.report.records import ExpertsRecord, Fp8Record, Fp8Tensor
+from gpt_pretrain.training.step import compute_gradients
 
 # The tracker's names of the load-balancing loss; a run has at most one of the two.
 _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
@@ -41,60 +38,6 @@ _Z_LOSS = "z_loss"
 _MOST_MICROBATCHES = 8
 # A scale that falls to no less than this share has saturated at most a few values in 100,000 (same file).
 _SETTLED = 0.5
-
-
-class FirstStep:
-    """Finds the first FP8 scales, and proves the first step of every start and chosen later ones; idle without FP8."""
-
-    def __init__(
-        self, trainable: Trainable, *, log: Callable[[Record], None], watchdog: Watchdog, meter: Meter
-    ) -> None:
-        self._trainable = trainable
-        self._log = log
-        self._watchdog = watchdog
-        self._meter = meter
-        spec = trainable.model.spec
-        # A replayed graph reports no products.
-        self._interval = None if spec.kernels.cuda_graph_impl else spec.config.logging.fp8_proof_interval
-        self._is_due = spec.fp8 is not None
-        self._scale_passes = 0
-
-    def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
-        """With delayed scaling, finds scales unless a checkpoint had them; iterators stay at the first batch."""
-        spec = self._trainable.model.spec
-        if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
-            return
-        # The watch of experts would count these passes, but experts are refused with delayed scaling.
-        with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
-            self._scale_passes = find_first_scales(self._trainable, iterators)
-
-    def proven(self, step: int, train: Callable[[], StepResult]) -> StepResult:
-        """Runs a training step. If it is one to prove, the run ends unless FP8 ran as configured."""
-        spec = self._trainable.model.spec
-        if spec.fp8 is not None and self._interval is not None and step % self._interval == 0:
-            self._is_due = True
-        if not self._is_due:
-            return train()
-        proof = Proof(self._trainable.model, self._trainable.optimizer, step)
-        with proof.watching():
-            result = train()
-        with self._meter.paused():
-            # A skipped step leaves neither new weights nor new scales; the next one is proven instead.
-            if result.skipped:
-                return result
-            proven = proof.judge(learning_rate(self._trainable.optimizer))
-        self._is_due = False
-        self._log(
-            Fp8CoverageRecord(
-                step=step,
-                gemm_flops_share=proven.fp8_flops_share,
-                parameter_bytes_share=proven.fp8_parameter_bytes_share,
-                time_s=proven.time_s,
-                first_scale_passes=self._scale_passes,
-                layers_kept_out=proven.kept_out,
-            )
-        )
-        return result
 
 
 def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | None]) -> int:
