@@ -22,7 +22,7 @@ train: $(INSTALLED) ## train; without ARGS a small GPT on Python's own sources, 
 # Bytecode is kept whatever the environment says: pytest and each interpreter that a test starts would otherwise spend
 # seconds compiling.
 test: $(INSTALLED) ## all tests that need no GPU and are not marked slow
-	@env -u PYTHONDONTWRITEBYTECODE $(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow" -n 2 --dist worksteal $(ARGS)
+	@env -u PYTHONDONTWRITEBYTECODE $(PYTHON_IN_VENV) -m pytest -m "not gpu and not slow and not soak" -n 2 --dist worksteal $(ARGS)
 
 lint: $(INSTALLED) ## ruff (rules and format), mypy (strict) and shellcheck
 	$(PYTHON_IN_VENV) -m ruff check .

@@ -46,11 +46,12 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Tests marked `gpu`, or `gpu(count=2)`, skip where so many GPUs or Transformer Engine are missing.
+    """Tests marked `gpu`, `soak` or `gpu(count=2)` skip where so many GPUs or Transformer Engine are missing.
 
     With `--share-gpu` one GPU is enough, except for those marked `peer_access=True`.
     """
-    marks = {item: found for item in items if (found := list(item.iter_markers("gpu")))}
+    marks = {item: [mark for mark in item.iter_markers() if mark.name in ("gpu", "soak")] for item in items}
+    marks = {item: found for item, found in marks.items() if found}
     if not marks:
         return
     import torch
