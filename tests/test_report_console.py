@@ -214,7 +214,7 @@ def test_a_log_has_every_column_by_its_name(record):
 
 
 def test_every_kind_of_record_is_shown_in_logs_and_on_terminals():
-    special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8"}
+    special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8", "rank_times"}
 
     assert {kind for kind, record in RECORD_KINDS.items() if record in COLUMNS} == set(RECORD_KINDS) - special
 

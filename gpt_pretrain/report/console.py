@@ -25,6 +25,7 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RankTimesRecord,
     Record,
     RewindRecord,
     SkippedStepRecord,
@@ -135,6 +136,9 @@ class RunConsole:
                 self.warning(problem)
             case Fp8Record():
                 self._show_worst_tensors(record)
+            case RankTimesRecord():
+                for message in record.warnings:
+                    self.warning(message)
             case TrainRecord() if self.is_terminal:
                 self._step, self._record = record.step, record
                 self.start_live()
