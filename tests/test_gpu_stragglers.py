@@ -21,7 +21,7 @@ def parent():
     [
         pytest.param(["sleep_in_passes", 0.05], id="host"),
         # 20 ms and more at any clock.
-        pytest.param(["burn_in_passes", 50_000_000], id="GPU"),
+        pytest.param(["spin_on_gpu_in_passes", 50_000_000], id="GPU"),
     ],
 )
 def test_a_slow_rank_is_named_with_its_host(fault, parent, tmp_path, cache_dir):

@@ -12,8 +12,9 @@ SHORT = (
     "trainer.limit_val_batches=0",
     "checkpoint.save_at_end=false",
 )
-# Long enough for each rank to have had a core to itself for a step, where they outnumber the cores.
-JUDGED_S = 3.0
+JUDGED_S = 1.0
+# More than a pass takes.
+SPUN_S = 0.02
 # Two ranks on each.
 HOSTS = ("node1", "node1", "node2", "node2")
 
@@ -25,7 +26,7 @@ def train(parent, tmp_path, cache_dir):
     def run(*overrides, num_ranks, num_steps, slow=None):
         faults = {rank: [["on_host", HOSTS[rank]], ["judge_soon", JUDGED_S]] for rank in range(num_ranks)}
         if slow is not None:
-            faults[slow].append(["sleep_in_passes", 0.05])
+            faults[slow].append(["spin_in_passes", SPUN_S])
         overrides = [*SHORT, *overrides, f"trainer.max_steps={num_steps}"]
         arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)[2:]
         codes, text = parent.run(arguments, tmp_path / "output", num_ranks=num_ranks, faults=faults)
@@ -39,8 +40,8 @@ def train(parent, tmp_path, cache_dir):
     ("layout", "num_ranks", "slow", "named"),
     [
         pytest.param("single", 2, 1, {1}, id="DP2"),
-        # The last two share one host, and layers: each waits for the other within its passes.
-        pytest.param("tp2", 4, 2, {2, 3}, id="TP2·DP2"),
+        # Its neighbor waits for it within passes, and waiting takes no processor.
+        pytest.param("tp2", 4, 2, {2}, id="TP2·DP2"),
         # The first two are one stage, which is not compared with the other.
         pytest.param("pp2", 4, 1, {1}, id="PP2·DP2"),
     ],
@@ -48,16 +49,14 @@ def train(parent, tmp_path, cache_dir):
 def test_a_slow_rank_is_named_with_its_host(layout, num_ranks, slow, named, train):
     metrics, printed = train(f"parallelism={layout}", num_ranks=num_ranks, num_steps=30, slow=slow)
     assert [record.step for record in metrics.rank_times] == list(range(1, 31))
-    last = metrics.rank_times[-1]
-    assert {rank.rank for rank in last.slowest if rank.is_slow} == named
-    assert last.slowest[0].rank in named
-    assert last.slowest[0].host == HOSTS[slow] == metrics.summary.slow_host
+    found = [rank for record in metrics.rank_times for rank in record.slowest if rank.is_slow]
+    assert {(rank.rank, rank.host) for rank in found} == {(rank, HOSTS[slow]) for rank in named}
+    assert min(rank.time_s for rank in found) > SPUN_S
+    assert metrics.summary.slow_host == HOSTS[slow]
     assert 0 < metrics.summary.slow_host_share < 1
-    # Two sleeps in a step, or one; the others have not slept.
-    assert last.slowest[0].time_s > 0.05
     (ratio, rank, host), *more = re.findall(r"^warning: (?=.*?([\d.]+) ×).*rank (\d+) on (\w+)", printed, re.MULTILINE)
     assert more == [], "a host is told once"
-    assert (int(rank) in named, host, float(ratio) > 2.0) == (True, HOSTS[slow], True)
+    assert (int(rank) in named, host, float(ratio) > 1.5) == (True, HOSTS[slow], True)
     assert re.search(rf"slow host: {HOSTS[slow]}, ", printed)
 
 

@@ -261,7 +261,7 @@ class RankTime(JsonObject):
     host: str
     """Its host's name."""
     time_s: float
-    """Seconds of its passes in this step, without waiting for replicas and other pipeline stages."""
+    """Seconds of its passes in this step, in which it waits for no replica and no other pipeline stage."""
     over_median: float
     """time_s over the median of the ranks of its pipeline stage; with two replicas over the faster one's."""
     is_slow: bool
@@ -270,7 +270,7 @@ class RankTime(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankTimesRecord(Record):
-    """The slowest ranks of this step, with every `train` record of a run with replicas, of a measured step."""
+    """The slowest ranks in this step, every `trainer.log_every_n_steps` steps of a run whose ranks have replicas."""
 
     kind: ClassVar[str] = "rank_times"
     slowest_over_median: float

@@ -4,9 +4,10 @@ A slow rank makes a step equally long on all ranks, since they wait for each oth
 rank does between the exchanges: the backward passes, and the forward passes too unless they wait for parameters
 (`model.overlap_param_gather`). megatron-core's schedules mark both where it would start its own timers. Stages have
 received their input by then, and replicas reduce gradients later or beside the pass. CUDA events also count the time in
-which a GPU has nothing to do because its host is slow; nothing waits for them before the logger does.
+which a GPU has nothing to do because its host is slow; nothing waits for them before the logger does. On a CPU it is
+the processor's time of the rank's thread.
 
-Ranks that exchange within a layer (tensor, context and expert parallel ones) take as long as their slowest member, and
+GPUs that exchange within a layer (tensor, context and expert parallel ones) take as long as their slowest member, and
 stages have different work. So a rank is compared with the same stage in other replicas; without replicas nothing is
 measured. megatron-core's `StragglerDetector` compares all ranks, opens a port and asks the driver each time.
 """
@@ -27,9 +28,9 @@ from gpt_pretrain.report.records import RankTime, RankTimesRecord
 
 # A rank is slow if its fastest step of this many logged ones …
 _NUM_STEPS = 10
-# … over at least this long is slower than its replicas' by so much. Other programs and chance only ever add time, and
-# rarely to each of the steps; GPUs of one kind differ by a few percent, processes that share cores by more.
-LEAST_S = 10.0
+# … over at least this long is slower than its replicas' by so much. Chance only ever adds time, and rarely to each of
+# the steps. GPUs of one kind differ by a few percent, processors that share caches with other programs by more.
+LEAST_S = 30.0
 _SLOW, _SLOW_ON_CPU = 1.1, 1.5
 # Ranks that a record names.
 _NUM_NAMED = 3
@@ -57,7 +58,8 @@ class _PassClock:
             self._marks.append(torch.cuda.Event(enable_timing=True))
             self._marks[-1].record()
         else:
-            self._marks.append(time.perf_counter())
+            # Without the time in which other processes have the core: ranks may outnumber the cores.
+            self._marks.append(time.thread_time())
 
     # The end of a pass.
     stop = start
@@ -145,7 +147,11 @@ class Stragglers:
         for stage, seconds in zip(self._stages, times, strict=True):
             of_stage[stage].append(seconds)
         medians = {stage: median_low(each) for stage, each in of_stage.items()}
-        return [seconds / medians[stage] for stage, seconds in zip(self._stages, times, strict=True)]
+        # A coarse clock may see no time pass.
+        return [
+            seconds / medians[stage] if medians[stage] else 1.0
+            for stage, seconds in zip(self._stages, times, strict=True)
+        ]
 
     def _judge(self, times: Sequence[float]) -> Iterator[str]:
         """Finds the slow ranks once there are enough steps; warns of each host when it gets its first."""

@@ -261,11 +261,22 @@ def _in_passes(action):
 
 
 def sleep_in_passes(seconds):
-    """A slow host: each backward pass through the first layer takes so much longer."""
+    """A slow host of a GPU: each backward pass through the first layer takes so much longer."""
     _in_passes(lambda: time.sleep(seconds))
 
 
-def burn_in_passes(cycles):
+def spin_in_passes(seconds):
+    """A slow processor: the same, at work."""
+
+    def spin():
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    _in_passes(spin)
+
+
+def spin_on_gpu_in_passes(cycles):
     """A slow GPU: the same in cycles of its clock, while its host goes on."""
     _in_passes(lambda: torch.cuda._sleep(cycles))
 
