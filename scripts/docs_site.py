@@ -77,7 +77,11 @@ def key_reference() -> str:
 
 def record_reference() -> str:
     """Every kind of record with its fields, in the order of their declaration."""
-    kinds: dict[str, type] = {**records.RECORD_KINDS, "fp8.tensors": records.Fp8Tensor}
+    kinds: dict[str, type] = {
+        **records.RECORD_KINDS,
+        "fp8.tensors": records.Fp8Tensor,
+        "rank_times.slowest": records.RankTime,
+    }
     lines: list[str] = []
     for kind, record in kinds.items():
         lines += [f"## `{kind}`", "", inspect.getdoc(record) or "", "", "| field | type | meaning |", "|:--|:--|:--|"]

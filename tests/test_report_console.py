@@ -28,6 +28,8 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RankTime,
+    RankTimesRecord,
     RewindRecord,
     SkippedStepRecord,
     StartRecord,
@@ -213,8 +215,21 @@ def test_a_log_has_every_column_by_its_name(record):
     ]
 
 
+def test_of_the_slowest_ranks_only_warnings_are_shown():
+    rank = RankTime(rank=5, host="node3", time_s=0.4, over_median=1.25, is_slow=True)
+    record = RankTimesRecord(step=120, slowest_over_median=1.25, slowest=(rank,), warnings=())
+    told = ("slowest: rank 5 on node3", "slowest: rank 0 on [node4]")
+    assert warnings_of(record) == []
+    assert warnings_of(replace(record, warnings=told)) == list(told)
+    output = terminal_console(width=100)
+    with RunConsole(max_steps=300, output=output) as console:
+        console.show(record)
+        console.show(replace(record, warnings=told))
+    assert list(filter(None, lines_of(output))) == [f"warning: {each}" for each in told]
+
+
 def test_every_kind_of_record_is_shown_in_logs_and_on_terminals():
-    special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8"}
+    special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8", "rank_times"}
 
     assert {kind for kind, record in RECORD_KINDS.items() if record in COLUMNS} == set(RECORD_KINDS) - special
 

@@ -17,6 +17,8 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RankTime,
+    RankTimesRecord,
     Record,
     RewindRecord,
     SkippedStepRecord,
@@ -92,6 +94,15 @@ def records_of(*written):
     )
 
 
+def rank_times(step, slow=None, **changes):
+    """Of two ranks, of which the second is the slowest; `slow` says which one has been found to be."""
+    ranks = [
+        RankTime(rank=rank, host=f"node{rank}", time_s=1.0 + rank, over_median=1.0 + rank, is_slow=rank == slow)
+        for rank in (1, 0)
+    ]
+    return replace(RankTimesRecord(step=step, slowest_over_median=2.0, slowest=tuple(ranks), warnings=()), **changes)
+
+
 def write(run_dir, *written):
     with closing(MetricsFile(run_dir)) as file:
         for record in written:
@@ -121,6 +132,8 @@ REWIND = RewindRecord(
         replace(REWIND, num_samples=0, problem="there is no checkpoint"),
         Fp8Record(step=1, tensors=(), warnings=()),
         fp8(10, tensor="weight", amax=math.inf, saturated=None, amax_history_used=None),
+        rank_times(10),
+        rank_times(10, slow=1, warnings=("slowest: rank 1",)),
     ],
 )
 def test_a_record_is_one_line_of_strict_json_and_comes_back(record):
@@ -364,3 +377,38 @@ def test_every_record_class_of_the_module_has_its_own_kind():
     classes = {cls for _, cls in inspect.getmembers(records, inspect.isclass) if issubclass(cls, Record)} - {Record}
 
     assert set(RECORD_KINDS.values()) == classes
+
+
+def test_the_summary_names_the_host_that_was_slow_most_often():
+    def summed_up(*slow):
+        metrics = replace(records_of(train(10)), rank_times=[rank_times(step, each) for step, each in enumerate(slow)])
+        ended = build_summary(
+            metrics,
+            step=10,
+            consumed_samples=160,
+            consumed_tokens=40960,
+            num_gpus=2,
+            end_reason="max_steps",
+            exit_code=0,
+            wall_time_s=10.0,
+            checkpoint=None,
+        )
+        return ended.slow_host, ended.slow_host_share
+
+    assert summed_up() == (None, None)
+    assert summed_up(None, None) == (None, None), "somebody is always the slowest"
+    assert summed_up(None, 1, 0, 1) == ("node1", 0.5)
+
+
+def test_a_summary_of_an_earlier_version_names_no_slow_host():
+    values = {name: value for name, value in json.loads(summary().to_line()).items() if "slow_host" not in name}
+    assert SummaryRecord.from_json(values).slow_host is None
+
+
+def test_rank_times_of_steps_that_were_given_up_are_forgotten(tmp_path):
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), rank_times(10), rank_times(20))
+    write(tmp_path, StartRecord(step=10, time_unix=2.0), rank_times(20, slow=1))
+    assert [(record.step, record.slow_host) for record in load_metrics(tmp_path).rank_times] == [
+        (10, None),
+        (20, "node1"),
+    ]

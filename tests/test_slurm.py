@@ -15,6 +15,7 @@ import pytest
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.report.metrics_file import load_metrics
+from tests.emulated_training import emulate
 from tests.launching import REPOSITORY
 from tests.runs import small_run_arguments
 from tests.slurm_jobs import Slurm, ask, missing_slurm, slurm_environment, wait_for
@@ -152,6 +153,25 @@ def test_a_job_with_gpus_has_a_task_for_each_in_fp8_and_is_not_requeued_when_it_
     assert job.num_restarts == 0
 
 
+def test_a_job_on_two_nodes_trains_in_fp8_as_ranks_on_one_do(train, parent, tmp_path, cache_dir):
+    """Tensor parallel ranks share a node; both nodes are this machine."""
+    layout = (*emulate("delayed"), "parallelism=tp2", "model.micro_batch_size=2", "trainer.max_steps=5")
+    short = (*layout, "trainer.limit_val_batches=0", "checkpoint.save_at_end=false")
+    options = ("--partition=two", "--nodes=2", "--ntasks-per-node=2", "--time=20")
+    job = train(*short, where="nodes", options=options)
+    codes, text = parent.run(
+        small_run_arguments(tmp_path / "one", cache_dir, short)[2:], tmp_path / "one.output", num_ranks=4
+    )
+    assert codes == [0] * 4, text
+    assert job.wait_for_end() == "COMPLETED", job.text
+    assert "2 × 2 tasks on " in job.text
+    assert "processes: 4 on 2 nodes," in job.text
+    metrics, expected = (load_metrics(tmp_path / where) for where in ("nodes", "one"))
+    assert metrics.fp8_coverage.gemm_flops_share > 0
+    assert len(metrics.train) == 5
+    assert [record.loss for record in metrics.train] == [record.loss for record in expected.train]
+
+
 REFUSED = {
     "an override that is not a key": (
         ("fp8=none", "model.hiden_size=64"),
@@ -164,6 +184,12 @@ REFUSED = {
         ("--gpus-per-node=2",),
         {},
         "error: 1 processors for 2 tasks a node; add --exclusive or --cpus-per-gpu=N",
+    ),
+    "tasks that Slurm shares out unequally": (
+        ("fp8=none",),
+        ("--partition=two", "--nodes=2", "--ntasks=4"),
+        {},
+        "error: 1 processors for 2 tasks a node; add --exclusive",
     ),
     "another number of tasks than of GPUs": (
         (),

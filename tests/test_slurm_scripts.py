@@ -92,6 +92,14 @@ def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(scr
     assert "SLURM_NTASKS_PER_GPU" not in script.environment
 
 
+def test_the_node_with_the_fewest_processors_decides_how_many_a_task_has(script):
+    assert script.run(SLURM_JOB_CPUS_PER_NODE="128(x2),64").returncode == 0
+    assert "--cpus-per-task=8" in script.srun
+    done = script.run(SLURM_JOB_CPUS_PER_NODE="13,7")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: 7 processors for 8 tasks a node; ")
+
+
 @pytest.mark.parametrize(
     ("overrides", "added"),
     [

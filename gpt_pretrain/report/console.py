@@ -26,6 +26,7 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RankTimesRecord,
     Record,
     RewindRecord,
     SkippedStepRecord,
@@ -140,6 +141,9 @@ class RunConsole:
                 self._show_line(record)
                 for text in record.warnings:
                     self.warning(f"FP8 at step {record.step}: {text}")
+            case RankTimesRecord():
+                for message in record.warnings:
+                    self.warning(message)
             case TrainRecord() if self.is_terminal:
                 self._step, self._record = record.step, record
                 self.start_live()

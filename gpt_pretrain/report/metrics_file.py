@@ -29,6 +29,7 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
+    RankTimesRecord,
     Record,
     RewindRecord,
     SkippedStepRecord,
@@ -104,6 +105,7 @@ class Metrics:
     fp8: list[Fp8Record] = field(default_factory=list)
     experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_proofs: list[Fp8CoverageRecord] = field(default_factory=list)
+    rank_times: list[RankTimesRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """Of the newest start; None without FP8 and before its first step is done."""
     summary: SummaryRecord | None = None
@@ -127,6 +129,7 @@ _BY_STEP: Mapping[type[Record], str] = {
     Fp8Record: "fp8",
     Fp8CoverageRecord: "fp8_proofs",
     ExpertsRecord: "experts",
+    RankTimesRecord: "rank_times",
 }
 
 

@@ -262,6 +262,40 @@ class ExpertsRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankTime(JsonObject):
+    """How long the passes of one rank took in one step."""
+
+    rank: int
+    """Rank in the run."""
+    host: str
+    """Its host's name."""
+    time_s: float
+    """Seconds of its passes in this step, in which it waits for no replica and no other pipeline stage."""
+    over_median: float
+    """time_s over the median of the ranks of its pipeline stage; with two replicas over the faster one's."""
+    is_slow: bool
+    """Whether it was slow when that was last judged."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTimesRecord(Record):
+    """The slowest ranks in this step, every `trainer.log_every_n_steps` steps of a run whose ranks have replicas."""
+
+    kind: ClassVar[str] = "rank_times"
+    slowest_over_median: float
+    """over_median of the slowest rank."""
+    slowest: tuple[RankTime, ...]
+    """Up to three objects (see the next table), the slowest rank first."""
+    warnings: tuple[str, ...]
+    """The console's warnings at this step: hosts that have become slow."""
+
+    @property
+    def slow_host(self) -> str | None:
+        """The host of the slowest of the slow ranks; None if none is slow."""
+        return next((rank.host for rank in self.slowest if rank.is_slow), None)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SummaryRecord(Record):
     """The end of a process of the run: what it reached and why it stopped. A process that fails writes none."""
 
@@ -305,3 +339,7 @@ class SummaryRecord(Record):
     """Proofs of FP8 in the whole run; 0 if it is unproven; null without FP8 and in files of earlier versions."""
     fp8_proofs_with_warnings: int | None = None
     """Proofs that found something unusual, or under logging.fp8_proof=warn something wrong."""
+    slow_host: str | None = None
+    """The host that had the slowest rank most often while that rank was slow; null if none was."""
+    slow_host_share: float | None = None
+    """In which share of the records of kind `rank_times`, 0 to 1; null without a slow host."""

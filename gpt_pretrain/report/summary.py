@@ -5,6 +5,7 @@ text: a line for training, points for validation.
 """
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean
@@ -14,7 +15,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss, printable
+from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss, format_percent, printable
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
 
@@ -69,6 +70,8 @@ def build_summary(
     losses = [record.loss for record in metrics.train]
     validation_losses = [record.loss for record in metrics.validation]
     tokens_per_s = mean_tokens_per_s(metrics)
+    slow_hosts = Counter(record.slow_host for record in metrics.rank_times if record.slow_host is not None)
+    slow_host, times_slow = next(iter(slow_hosts.most_common(1)), (None, 0))
     return SummaryRecord(
         step=step,
         consumed_samples=consumed_samples,
@@ -90,6 +93,8 @@ def build_summary(
         sample_text=sample_text,
         fp8_proofs=len(metrics.fp8_proofs) if has_fp8 else None,
         fp8_proofs_with_warnings=sum(bool(each.warnings) for each in metrics.fp8_proofs) if has_fp8 else None,
+        slow_host=slow_host,
+        slow_host_share=times_slow / len(metrics.rank_times) if times_slow else None,
     )
 
 
@@ -161,6 +166,9 @@ def _facts(summary: SummaryRecord) -> dict[str, str]:
         facts["FP8 proofs"] = f"{summary.fp8_proofs}, {summary.fp8_proofs_with_warnings or 'none'} with warnings"
         if not summary.fp8_proofs:
             facts["FP8 proofs"] = "none, FP8 is unproven"
+    if summary.slow_host is not None:
+        share = format_percent(summary.slow_host_share)
+        facts["slow host"] = f"{printable(summary.slow_host)}, in {share} of the logged steps"
     return facts
 
 

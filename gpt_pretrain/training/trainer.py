@@ -23,6 +23,7 @@ from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
+from gpt_pretrain.training.stragglers import Stragglers
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 
@@ -67,6 +68,7 @@ class Trainer:
         )
         self._fp8_watch = Fp8Watch(trainable.model)
         self._expert_watch = ExpertWatch(trainable.model, step=self.progress.step)
+        self._stragglers = Stragglers(trainable.model)
         share: dict[str, Any] = {
             "config": config,
             "data_parallel_rank": data_parallel_rank(),
@@ -149,7 +151,7 @@ class Trainer:
         """Trains on the next global batch; logs the guard's records of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
-        with self._fp8_watch.step(step):
+        with self._fp8_watch.step(step), self._stragglers.step(step):
             result = self._proofs.step(step, partial(train_step, self._trainable, self._train_batches))
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
@@ -261,6 +263,8 @@ class Trainer:
         self._log(record)
         for experts in self._expert_watch.records(self.progress.step):
             self._log(experts)
+        for rank_times in self._stragglers.records(self.progress.step):
+            self._log(rank_times)
 
     def _log_guarded(self, records: Sequence[Record]) -> None:
         """Logs what the guard has found.

@@ -10,6 +10,7 @@ import os
 import pathlib
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ import torch
 from gpt_pretrain.checkpoint import save
 from gpt_pretrain.commands import door
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import rewind, setup, trainer, watchdog
+from gpt_pretrain.training import rewind, setup, stragglers, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.dump import named_weights
 
@@ -248,6 +249,46 @@ def poison_gradient(steps, name, value):
         return tensor
 
     _poison(steps, name, spoil)
+
+
+def _in_passes(action):
+    def act(tensor):
+        if tensor.requires_grad:
+            tensor.register_hook(lambda gradient: action())
+        return tensor
+
+    _poison([1, None], "decoder.layers.0", act)
+
+
+def sleep_in_passes(seconds):
+    """A slow host of a GPU: each backward pass through the first layer takes so much longer."""
+    _in_passes(lambda: time.sleep(seconds))
+
+
+def spin_in_passes(seconds):
+    """A slow processor: the same, at work."""
+
+    def spin():
+        end = time.thread_time() + seconds
+        while time.thread_time() < end:
+            pass
+
+    _in_passes(spin)
+
+
+def spin_on_gpu_in_passes(cycles):
+    """A slow GPU: the same in cycles of its clock, while its host goes on."""
+    _in_passes(lambda: torch.cuda._sleep(cycles))
+
+
+def on_host(name):
+    """What asks for the host's name hears this one."""
+    socket.gethostname = lambda: name
+
+
+def judge_soon(seconds):
+    """Ranks are judged slow or not after a shorter time."""
+    stragglers.LEAST_S = seconds
 
 
 def poison_input(steps, name, value):

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Starts a Slurm of one node for the tests of this checkout, beside any other on this machine: munged, slurmctld and
-# slurmd with their own folder, key and ports. Prints the path of its configuration, by which Slurm's commands find it:
+# Starts a Slurm of two nodes for the tests of this checkout, beside any other on this machine: munged, slurmctld and
+# two slurmd with their own folder, key and ports. Jobs are on the first node unless they ask for --partition=two. Prints the path of its configuration, by which Slurm's commands find it:
 #
 #     SLURM_CONF=$(tests/slurm/start.sh) make test
 #
@@ -16,6 +16,8 @@ export SLURM_CONF=$dir/slurm.conf
 export PATH=$PATH:/usr/sbin:/sbin
 user=$(id -un)
 host=$(hostname -s)
+# Only the first name can be looked up, and the ranks meet there. The second sorts behind it.
+nodes=("$host" "$host-b")
 
 fail() {
     printf 'error: %s\n' "$@" >&2
@@ -24,7 +26,7 @@ fail() {
 }
 
 # Whether the node takes jobs. Without a controller sinfo would retry for minutes.
-is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --format=%t 2>/dev/null) =~ ^(idle|mix|alloc|comp)$ ]]; }
+is_up() { [[ -f $SLURM_CONF && $(timeout 5 sinfo --noheader --partition=two --format=%t 2>/dev/null) =~ ^(idle|mix|alloc|comp)$ ]]; }
 
 # Another process may have the number by now, and in a container the dead may remain as zombies.
 is_alive() {
@@ -40,12 +42,12 @@ stop() {
             sleep 0.5
         done
     fi
-    for daemon in slurmd slurmctld munged; do
+    for daemon in "${nodes[@]/#/slurmd.}" slurmctld munged; do
         pid=$(cat "$dir/$daemon.pid" 2>/dev/null) || continue
-        is_alive "$daemon" "$pid" || continue
+        is_alive "${daemon%%.*}" "$pid" || continue
         kill "$pid"
         for _ in {1..50}; do
-            is_alive "$daemon" "$pid" || continue 2
+            is_alive "${daemon%%.*}" "$pid" || continue 2
             sleep 0.1
         done
         kill -KILL "$pid" 2>/dev/null || true
@@ -65,21 +67,22 @@ install() {
     fi
 }
 
-# A free port other than $1.
+# A free port other than the arguments.
 free_port() {
     local port
     while
         port=$((RANDOM % 2700 + 30000))
-        [[ $port == "${1:-}" ]] || (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null
+        [[ " $* " == *" $port "* ]] || (: <"/dev/tcp/127.0.0.1/$port") 2>/dev/null
     do :; done
     echo "$port"
 }
 
 configure() {
-    local ctld_port slurmd_port
+    local ctld_port ports
     ctld_port=$(free_port)
-    slurmd_port=$(free_port "$ctld_port")
-    mkdir -p "$dir/state" "$dir/spool"
+    ports=("$(free_port "$ctld_port")")
+    ports+=("$(free_port "$ctld_port" "${ports[0]}")")
+    mkdir -p "$dir/state" "${nodes[@]/#/$dir/spool.}"
     # munged refuses a folder that others can write to, and jobs must reach its socket.
     chmod 755 "$dir"
     head -c 128 /dev/urandom >"$dir/munge.key"
@@ -95,7 +98,6 @@ SlurmctldHost=$host(127.0.0.1)
 SlurmUser=$user
 SlurmdUser=$user
 SlurmctldPort=$ctld_port
-SlurmdPort=$slurmd_port
 AuthType=auth/munge
 # A requeued job waits until its old credential expires: two minutes by default.
 AuthInfo=socket=$dir/munge.socket,cred_expire=5
@@ -104,11 +106,11 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 StateSaveLocation=$dir/state
-SlurmdSpoolDir=$dir/spool
+SlurmdSpoolDir=$dir/spool.%n
 SlurmctldPidFile=$dir/slurmctld.pid
-SlurmdPidFile=$dir/slurmd.pid
+SlurmdPidFile=$dir/slurmd.%n.pid
 SlurmctldLogFile=$dir/slurmctld.log
-SlurmdLogFile=$dir/slurmd.log
+SlurmdLogFile=$dir/slurmd.%n.log
 # Allows more CPUs than the machine has: jobs mostly wait, and other tests run beside them.
 SlurmdParameters=config_overrides
 GresTypes=gpu
@@ -120,8 +122,10 @@ JobAcctGatherType=jobacct_gather/none
 # Seconds that a step has to end after SIGTERM.
 KillWait=10
 ReturnToService=2
-NodeName=$host NodeAddr=127.0.0.1 CPUs=16 Gres=gpu:4 State=UNKNOWN
+NodeName=$host NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[0]} CPUs=16 Gres=gpu:4 State=UNKNOWN
+NodeName=${nodes[1]} NodeHostname=$host NodeAddr=127.0.0.1 Port=${ports[1]} CPUs=16 State=UNKNOWN
 PartitionName=tests Nodes=$host Default=YES MaxTime=30 State=UP
+PartitionName=two Nodes=$host,${nodes[1]} MaxTime=30 State=UP
 CONF
 }
 
@@ -130,7 +134,9 @@ start() {
     timeout 30 munged --socket="$dir/munge.socket" --key-file="$dir/munge.key" --pid-file="$dir/munged.pid" \
         --log-file="$dir/munged.log" --seed-file="$dir/munged.seed" >>"$dir/start.log" 2>&1 || fail "munged did not start"
     timeout 30 slurmctld -c >>"$dir/start.log" 2>&1 || fail "slurmctld did not start"
-    timeout 30 slurmd >>"$dir/start.log" 2>&1 || fail "slurmd did not start"
+    for node in "${nodes[@]}"; do
+        timeout 30 slurmd -N "$node" >>"$dir/start.log" 2>&1 || fail "slurmd of $node did not start"
+    done
     for _ in {1..60}; do
         if is_up; then
             return
