@@ -2,6 +2,13 @@
 
 import os
 import sys
+
+# What Python says while it looks for the module of `python -m`; who imports the package keeps its own handlers.
+if sys.argv[:1] == ["-m"]:
+    from gpt_pretrain.launch.at_once import end_at_once
+
+    end_at_once()
+
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,7 +21,7 @@ def _end(problem: str, code: int) -> None:
 if Path(sys.path[0] or os.curdir).resolve() == Path(__file__).resolve().parent:
     # Python would take our megatron/ for megatron-core's.
     _end("start python -m gpt_pretrain … from outside of the folder gpt_pretrain/", 2)
-# What Python says while it looks for the module of `python -m`; who imports the package gets Python's own errors.
+# Who imports the package gets Python's own errors.
 if sys.argv[:1] == ["-m"]:
     if sys.version_info < (3, 12):  # noqa: UP036  the doctor is asked by those who did not install it
         _end(
@@ -25,8 +32,8 @@ if sys.argv[:1] == ["-m"]:
     _missing = [name for name in ("hydra", "omegaconf", "rich") if find_spec(name) is None]
     # The doctor answers without them.
     if _missing and not any("gpt_pretrain.doctor" in word for word in sys.orig_argv):
-        _end(
-            f"{sys.executable} lacks {', '.join(_missing)}; activate the environment with . .venv/bin/activate "
-            "(make install creates it)",
-            2,
-        )
+        from gpt_pretrain.launch.told import tell_once
+
+        way_out = "activate the environment with . .venv/bin/activate (make install creates it)"
+        tell_once([f"{sys.executable} lacks {', '.join(_missing)}; {way_out}\n"], "error: ")
+        sys.exit(2)

@@ -27,23 +27,27 @@ from gpt_pretrain.commands.door import (
     CRASH,
     USER_ERROR,
     importing_torch,
-    of_rank,
     print_error,
-    print_error_after_rank_zero,
     print_job,
     run_with_config,
 )
-from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
+from gpt_pretrain.launch.signals import ended_at_once, ended_by_signals
 from gpt_pretrain.launch.slurm import submit
 from gpt_pretrain.rules.gate import Job, read_job
 
 
 def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes."""
+    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes.
+
+    Raises:
+        Exception: Whatever the only job raised; a sweep tells it and goes on.
+    """
     codes: list[int] = []
+    ended: list[Exception] = []
 
     def job(composed: DictConfig) -> None:
         print_job(len(codes), jobs)
@@ -55,9 +59,13 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
                 from gpt_pretrain.training.run import train
                 from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
-            reason = train(config, launch)
+            with ended_by_signals():
+                reason = train(config, launch)
         except (UserError, RunError) as error:
-            print_error_after_rank_zero(error, launch)
+            if request.options.multirun:
+                print_error(error)
+            else:
+                ended.append(error)
             codes.append(USER_ERROR if isinstance(error, UserError) else CRASH)
         except Exception as error:
             out_of_memory = None
@@ -67,13 +75,15 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
 
                 out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
             problem = out_of_memory or limit_met(error)
-            if not request.options.multirun and problem is None:
-                raise
+            told = error if problem is None else RankError(problem)
             # A traceback tells nothing about limits other than memory: any line may meet them first.
-            if out_of_memory is not None or problem is None:
+            if out_of_memory is not None or (problem is None and request.options.multirun):
                 traceback.print_exc()
-            if problem is not None:
-                print_error(RunError(problem), of_rank(launch))
+            # What a sweep kept of an error would keep the memory of its job, too.
+            if not request.options.multirun:
+                ended.append(told)
+            elif isinstance(told, RankError):
+                print_error(told)
             codes.append(CRASH)
         else:
             if request.options.multirun and reason in ASKED_FOR:
@@ -81,7 +91,11 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
                 raise SystemExit(EXIT_CODES[reason])
             codes.append(EXIT_CODES[reason])
 
-    run_hydra(request, job)
+    with ended_at_once():
+        run_hydra(request, job)
+    if ended:
+        # Not through Hydra, which would say something of its own.
+        raise ended[0]
     failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
     if len(jobs) > 1 and failed:
         sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")

@@ -19,6 +19,7 @@ from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.plan.machine import planned_problems
 from gpt_pretrain.rules.gate import Job
 
@@ -31,8 +32,9 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """
     prepare_libraries()
     # Imported late: they load torch and megatron-core, which a refused command line need not wait for.
-    from gpt_pretrain.data.corpus import prepare_corpus
-    from gpt_pretrain.data.datasets import build_datasets
+    with ended_at_once():
+        from gpt_pretrain.data.corpus import prepare_corpus
+        from gpt_pretrain.data.datasets import build_datasets
 
     for number, job in enumerate(jobs):
         print_job(number, jobs)

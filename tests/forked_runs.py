@@ -138,8 +138,7 @@ class RunParent:
             env: Variables of the ranks beside those that tell them their places.
         """
         outputs = [(path, path) for path in (output.with_suffix(f".{rank}") for rank in range(num_ranks))]
-        all_faults = {rank: [["speak_soon"], *(faults or {}).get(rank, [])] for rank in range(num_ranks)}
-        return self.start_program(["-m", "gpt_pretrain", *overrides], outputs, all_faults, env or {})
+        return self.start_program(["-m", "gpt_pretrain", *overrides], outputs, faults or {}, env or {})
 
     def start_program(
         self,

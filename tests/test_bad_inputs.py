@@ -127,6 +127,31 @@ BAD_INPUTS = {
     "a section for its key": (["plan=h100"], [("plan='h100' ", "plan.gpu=h100?")]),
     "a slip in a section": (["compare.seed=3"], [("compare.seed ", "compare.seeds?")]),
     "runs to compare": (["runs=[a,b]"], [("runs ", "python -m gpt_pretrain.compare runs=[…]", "leave it out")]),
+    "shares beyond any number": (
+        [f"model.data.splits_string='{'9' * 400},1,1'"],
+        [("model.data.splits_string ", '"900,50,50"')],
+    ),
+    "shares with a sum beyond any number": (
+        [f"model.data.splits_string='{'9' * 308},{'9' * 308}'"],
+        [("model.data.splits_string ", '"900,50,50"')],
+    ),
+    "a weight beyond any number": (
+        ["data=mmap", f"model.data.data_prefix=[{'9' * 400},a,1,b]"],
+        [("model.data.data_prefix=", "leave that path out")],
+    ),
+    "shares in other digits": (["model.data.splits_string='९,१'"], [("model.data.splits_string=", '"900,50,50"')]),
+    "Hydra's directory below a file": (
+        ["hydra.run.dir=pyproject.toml/x"],
+        [(" pyproject.toml/x", "hydra.run.dir=pyproject.toml/x")],
+    ),
+    "Hydra's files below a file": (
+        ["hydra.output_subdir=pyproject.toml/x"],
+        [("pyproject.toml/x", "hydra.output_subdir=pyproject.toml/x")],
+    ),
+    "a sweep below a file": (
+        ["-m", "model.seed=1,2", "hydra.sweep.dir=pyproject.toml/x", "run_dir=null"],
+        [("pyproject.toml", "run_dir=")],
+    ),
     "special characters": (["name=it's"], [('"name=it\'s" ', '"\'" at character 8', "\"key='…'\"")]),
     "FP8": (
         ["fp8=delayed", "model.hidden_size=120"],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from enum import Enum
+from importlib import import_module
 
 import pytest
 
@@ -162,6 +163,36 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
     program = ""
     assert run_with_arguments(program, Arguments, lambda _: end_by(error), ["source=a"]) == code
     assert capsys.readouterr().err == told
+
+
+@pytest.mark.usefixtures("no_launcher")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "gpt_pretrain.__main__ --config-dir={}",
+        "gpt_pretrain.__main__ --config-path={}",
+        "gpt_pretrain.__main__ --config-name={}",
+        "gpt_pretrain.__main__ run_dir={}",
+        "gpt_pretrain.__main__ hydra.run.dir={}",
+        "gpt_pretrain.__main__ checkpoint.resume={}",
+        "gpt_pretrain.plan.__main__ run_dir={}",
+        "gpt_pretrain.compare.__main__ runs=[{}]",
+        "gpt_pretrain.checkpoint.__main__ list {}",
+        "gpt_pretrain.checkpoint.__main__ verify {}",
+        "gpt_pretrain.import_hf path={} out=out",
+        "gpt_pretrain.benchmark.picture path={} out=out.png",
+    ],
+)
+@pytest.mark.parametrize("path", ["x" * 300, "file/x", "circle/x"])
+def test_a_path_that_cannot_be_is_told(command, path, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").touch()
+    (tmp_path / "circle").symlink_to("circle")
+    module, *arguments = command.format(path).split()
+    assert import_module(module).main(arguments) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ")
+    assert path in told
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

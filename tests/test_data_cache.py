@@ -1,15 +1,17 @@
 import json
 import signal
+import threading
 import time
 
 import numpy
 import pytest
+from filelock import FileLock
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
-from gpt_pretrain.data.cache import Progress
+from gpt_pretrain.data.cache import Progress, hold_lock
 from gpt_pretrain.data.sources import FileSource
 from gpt_pretrain.data.tokenizer import load_tokenizer, tokenize_source
 from tests.forked_runs import fork_ranks
@@ -49,6 +51,22 @@ def test_documents_come_back_from_the_token_file_as_they_were(tmp_path, texts):
     manifest = json.loads((prefix.parent / "manifest.json").read_text())
     assert (manifest["num_documents"], manifest["num_empty_documents"]) == (7, 1)
     assert manifest["num_tokens"] == sum(map(len, dataset))
+
+
+@pytest.mark.parametrize(
+    "status", ["[" * 100_000, "[]", "{", '{"pid": 1}', '{"pid": 1, "host": 2, "stage": [], "done": "x", "total": {}}']
+)
+def test_what_the_holder_of_a_lock_says_is_only_shown(status, tmp_path):
+    entry = tmp_path / "corpora" / "entry"
+    entry.parent.mkdir()
+    (entry.parent / "entry.status.json").write_text(status)
+    held = FileLock(entry.parent / "entry.lock", thread_local=False)
+    held.acquire()
+    release = threading.Timer(0.5, held.release)
+    release.start()
+    with hold_lock(entry, Progress(show=True)):
+        assert not held.is_locked
+    release.join()
 
 
 def test_a_second_call_finds_the_entry_and_does_not_write(tmp_path, texts):

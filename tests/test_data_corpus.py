@@ -22,6 +22,24 @@ def test_indexed_files_need_no_tokenizer(tmp_path):
     assert (corpus.valid.num_documents, corpus.valid.num_tokens) == (1, 40)
 
 
+@pytest.mark.parametrize("path", ["~nobody_here", "~nobody_here/x"])
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("model.data.data_prefix", ["data=mmap", "model.data.data_prefix=['{}']"]),
+        ("model.data.text_files", ["data=text", "model.data.text_files=['{}']"]),
+        ("model.data.cache_dir", ["model.data.cache_dir='{}'"]),
+        ("model.tokenizer.model", ["model.tokenizer.library=file", "model.tokenizer.model='{}'"]),
+    ],
+)
+def test_the_home_of_nobody_is_told_with_its_key(key, overrides, path, tmp_path):
+    config = data_config(tmp_path / "cache", *(override.format(path) for override in overrides))
+    with pytest.raises(UserError) as refused:
+        prepare_corpus(config, show_progress=False)
+    assert str(refused.value).startswith(f"{key}={path}: ")
+    assert "~nobody_here;" in str(refused.value)
+
+
 def test_the_fingerprints_survive_a_copy_and_a_restart_and_tell_what_has_changed(tmp_path):
     corpus = mmap_corpus(tmp_path)
 

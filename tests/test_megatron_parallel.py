@@ -6,7 +6,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from gpt_pretrain.launch.environment import INTERRUPTED, REQUEUE
+from gpt_pretrain.launch.signals import INTERRUPTED, REQUEUE
 from gpt_pretrain.training.generation import generate_tokens
 from tests.emulated_training import build_training, emulated_training
 from tests.forked_runs import fork_ranks

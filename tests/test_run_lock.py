@@ -141,6 +141,12 @@ def test_a_lock_without_a_run_is_taken_over_with_a_note(holder, age_s, why, tmp_
         assert why in note.rpartition(": ")[2]
 
 
+def test_a_number_that_no_process_can_have_is_of_one_that_is_gone(tmp_path):
+    write_lock(tmp_path, replace(ME, process=2**40, start=None))
+    with run_lock(tmp_path) as note:
+        assert "gone" in note
+
+
 @pytest.mark.parametrize(("holder", "age_s"), ALIVE.values(), ids=ALIVE)
 def test_a_lock_that_may_have_a_run_is_respected(holder, age_s, tmp_path, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_ID", "17")
@@ -155,7 +161,27 @@ def test_a_lock_that_may_have_a_run_is_respected(holder, age_s, tmp_path, monkey
     assert path.read_bytes() == content
 
 
-@pytest.mark.parametrize("content", ["", "{", '{"host": 3}', "[]"])
+def garbled(**values):
+    """This process's lock, in which others have written what no process has."""
+    return json.dumps({**json.loads(ME.to_json()), **values})
+
+
+UNREADABLE = {
+    "nothing": "",
+    "half of it": "{",
+    "fields missing": '{"host": 3}',
+    "a list": "[]",
+    "deep": "[" * 100_000,
+    "deep in a field": '{"host": ' + '{"a":' * 100_000,
+    "a text for a number": garbled(process="1", start=None),
+    "a process group": garbled(process=-1, start=None),
+    "a number for a text": garbled(host=3),
+    "a list for a number": garbled(restarts=[]),
+    "a number beyond any": garbled(process="PROCESS").replace('"PROCESS"', "1e400"),
+}
+
+
+@pytest.mark.parametrize("content", UNREADABLE.values(), ids=UNREADABLE)
 def test_an_unreadable_lock_counts_by_its_age(content, tmp_path):
     path = lock_path(tmp_path)
     path.write_text(content)

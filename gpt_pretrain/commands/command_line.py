@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
     UNSUPPORTED,
@@ -30,6 +30,7 @@ from gpt_pretrain.config.keys import (
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
+from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
@@ -181,10 +182,7 @@ def show(request: Request, doc: str) -> None:
         ConfigError: Hydra refuses to show it.
     """
     if not request.options.help:
-        try:
-            run_hydra(request)
-        except (HydraException, OmegaConfBaseException, ValueError) as error:
-            raise ConfigError([composition_problem(error)]) from error
+        run_hydra(request)
         return
     loader = request.loader
     composed = loader.compose(request.overrides)
@@ -197,7 +195,10 @@ def show(request: Request, doc: str) -> None:
 def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:
     """Hands the command line to Hydra, as `hydra.main` does, with the gate's loader.
 
-    `task` runs one job; None if something is only shown. Exceptions of Hydra and `task` pass through.
+    `task` runs one job and keeps its errors; None if something is only shown.
+
+    Raises:
+        UserError: Hydra refuses it, or cannot write where its settings say.
     """
     options, name, overrides = request.options, request.loader.source.config_name, list(request.overrides)
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
@@ -217,5 +218,18 @@ def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None
                 hydra.multirun(name, task, [*overrides, "hydra.mode=MULTIRUN"])
             else:
                 hydra.run(name, task, overrides)
+    except OSError as error:
+        if limit_met(error) is not None:
+            raise
+        settings = request.loader.compose(overrides).hydra
+        places = {"hydra.run.dir": settings.run.dir, "hydra.output_subdir": settings.output_subdir}
+        if options.multirun:
+            places = {"hydra.sweep.dir": settings.sweep.dir, **places}
+        where = ", ".join(f"{key}={written(place)}" for key, place in places.items())
+        raise UserError(
+            f"Hydra cannot write {error.filename}: {error.strerror}; give another directory ({where}), or leave it out"
+        ) from error
+    except (HydraException, OmegaConfBaseException, ValueError) as error:
+        raise ConfigError([composition_problem(error)]) from error
     finally:
         GlobalHydra.instance().clear()

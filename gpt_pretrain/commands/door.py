@@ -18,24 +18,20 @@ Nothing here imports Hydra, OmegaConf or torch before a command needs them: the 
 
 import io
 import os
+import socket
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
-from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.environment import (
-    INTERRUPTED,
-    ended_by_signals,
-    ended_while_importing,
-    limit_met,
-    prepare_libraries,
-)
+from gpt_pretrain.launch.environment import limit_met, path_refused, prepare_libraries
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
+from gpt_pretrain.launch.signals import INTERRUPTED, decided, ended_at_once, ended_by_signals
+from gpt_pretrain.launch.told import tell_once
 
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
@@ -44,41 +40,50 @@ if TYPE_CHECKING:
 CRASH, USER_ERROR = 1, 2
 # The launch of a single-process command, whatever started its shell.
 ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
-# Longer than a launcher needs to end the other ranks once rank 0 has exited with the error.
-RANK_ZERO_FIRST_S = 3.0
 
 
-def print_error(error: UserError | RunError, who: str = "") -> None:
-    """Prints `error: …` lines, one for each problem, without a traceback."""
+def _lines(error: UserError | RunError) -> list[str]:
+    """What follows `error: `, for each problem."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
-    for problem in problems:
-        # Control characters of what was given would change the line, or the terminal.
-        shown = "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in problem)
-        sys.stderr.write(f"error{who}: " + shown.replace("\n", "\n       ") + "\n")
+    # Control characters of what was given would change the line, or the terminal.
+    shown = ("".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in p) for p in problems)
+    return [problem.replace("\n", "\n       ") + "\n" for problem in shown]
+
+
+def print_error(error: UserError | RunError) -> None:
+    """Prints `error: …` lines, one for each problem, without a traceback; the process goes on."""
+    sys.stderr.write("".join(f"error: {line}" for line in _lines(error)))
     sys.stderr.flush()
 
 
-def print_error_after_rank_zero(error: UserError | RunError, launch: Launch) -> None:
-    """Prints an error of training on rank 0 at once, and on other ranks only if rank 0 does not end the run first.
+def _end_with(error: UserError | RunError) -> int:
+    """Says why the process ends, once for all ranks of its node that find the same, and returns its exit code."""
+    code = USER_ERROR if isinstance(error, UserError) else CRASH
+    with decided(code):
+        try:
+            # Of the process itself: a command may stand for another one.
+            launch = read_launch()
+        except ConfigError:
+            tell_once(_lines(error), "error: ")
+        else:
+            if launch.world_size == 1:
+                print_error(error)
+            else:
+                tell_once(_lines(error), f"error{_who(error, launch)}: ")
+    return code
 
-    So an error of all ranks is printed once, and an error of a single rank (a file missing on its node) is not lost.
-    """
-    if launch.is_rank_zero:
-        print_error(error)
-    else:
-        time.sleep(RANK_ZERO_FIRST_S)
-        print_error(error, of_rank(launch))
 
-
-def of_rank(launch: Launch | None) -> str:
-    """The rank, for errors that each rank meets by itself; empty for a single process."""
-    return "" if launch is None or launch.world_size == 1 else f" (rank {launch.rank})"
+def _who(error: UserError | RunError, launch: Launch) -> str:
+    """Whose error it is, unless all ranks may have it or those of the first node: each node tells for itself."""
+    if isinstance(error, RankError):
+        return f" (rank {launch.rank})"
+    return "" if launch.rank == launch.local_rank else f" ({socket.gethostname()})"
 
 
 @contextmanager
 def importing_torch() -> Iterator[None]:
     """For a command's imports of modules that need torch; without a GPU the CPU stands in for one."""
-    with ended_while_importing():
+    with ended_at_once():
         from gpt_pretrain.megatron.cpu import install_cpu_device
 
         install_cpu_device()
@@ -98,20 +103,17 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         # As for stderr: an encoding other than UTF-8 gets \u2026 for characters it lacks.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        with ended_by_signals():
-            launch = launch or read_launch()
-            code = command(launch) or 0
-            sys.stdout.flush()
-            return code
+        code = command(launch or read_launch()) or 0
+        sys.stdout.flush()
+        return code
     except (UserError, RunError) as error:
-        # Every rank finds the same, and one reports it.
-        if launch is None or launch.is_rank_zero:
-            print_error(error)
-        return USER_ERROR if isinstance(error, UserError) else CRASH
+        return _end_with(error)
     except KeyboardInterrupt:
         return INTERRUPTED
     except Exception as error:
-        problem = limit_met(error)
+        refused, problem = path_refused(error), limit_met(error)
+        if refused is not None:
+            return _end_with(UserError(refused))
         if isinstance(error, BrokenPipeError):
             problem = f"{error.strerror}: what reads the output has ended"
         if problem is None:
@@ -121,8 +123,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         except OSError:
             # Drops the rest: Python would try to write it at exit, and print another error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print_error(RunError(problem), of_rank(launch))
-        return CRASH
+        return _end_with(RankError(problem))
 
 
 def run_with_config(
@@ -155,7 +156,8 @@ def run_with_config(
             refuse(request, launch)
         jobs = check_request(request, launch, rules, name)
         if request.runs:
-            return command(request, jobs, launch)
+            with ended_by_signals():
+                return command(request, jobs, launch)
         if launch.is_rank_zero:
             show(request, doc)
         return None
@@ -183,7 +185,8 @@ def run_with_arguments[Arguments](
             return None
         chosen = read_arguments(kind, given, plain)
         prepare_libraries()
-        return command(chosen)
+        with ended_by_signals():
+            return command(chosen)
 
     return _run(read_and_run, ALONE)
 

@@ -47,9 +47,9 @@ from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
-from gpt_pretrain.launch.environment import REQUEUE
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
+from gpt_pretrain.launch.signals import REQUEUE
 from gpt_pretrain.report.columns import format_share
 from gpt_pretrain.report.console import console_of_width
 

@@ -273,7 +273,7 @@ def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
 def gate_problems(config: GateConfig) -> Iterator[str]:
     """Problems of the gate's keys."""
     text = config.max_loss_gap
-    if text is not None and not re.fullmatch(r"\d+(\.\d+)?%", text):
+    if text is not None and not (re.fullmatch(r"\d+(\.\d+)?%", text) and math.isfinite(float(text[:-1]))):
         number = re.fullmatch(r"\d+(\.\d+)?", text)
         meant = f"{text}%" if number else "0.5%"
         yield f"compare.max_loss_gap={text} is not a percentage; write compare.max_loss_gap={meant}"

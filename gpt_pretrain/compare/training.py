@@ -6,7 +6,6 @@ Ctrl-C and SIGTERM reach the run, which saves a checkpoint and ends; the same co
 fails, the others are still trained.
 """
 
-import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, plan_runs
 from gpt_pretrain.config.errors import ConfigError, RunError
-from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.files import parse_json, write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
@@ -114,7 +113,7 @@ def _newest_record(run: PlannedRun) -> TrainRecord | None:
             return None
         if line.startswith(b'{"kind": "train"'):
             with suppress(ValueError):
-                return TrainRecord.from_json(json.loads(line))
+                return TrainRecord.from_json(parse_json(line))
     return None
 
 

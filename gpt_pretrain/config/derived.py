@@ -1,5 +1,6 @@
 """Values that follow from the configuration, as pure functions: the configuration itself never changes."""
 
+import math
 import re
 
 from gpt_pretrain.config.choices import Activation
@@ -146,13 +147,19 @@ def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 
     return consumed_samples + steps_left * config.model.global_batch_size + spare
 
 
+def weight_of(entry: str | float) -> float | None:
+    """The weight that an entry of `model.data.data_prefix` is, infinite beyond any number; None if it is a path."""
+    try:
+        return float(entry)
+    except ValueError:
+        return None
+    except OverflowError:
+        return math.inf
+
+
 def is_weight(entry: str | float) -> bool:
     """Whether an entry of `model.data.data_prefix` is a weight; otherwise it is a path."""
-    try:
-        float(entry)
-    except ValueError:
-        return False
-    return True
+    return weight_of(entry) is not None
 
 
 def save_interval_s(checkpoint: CheckpointConfig) -> float | None:

@@ -27,6 +27,10 @@ class RunError(RuntimeError):
     """A failure that is no mistake of the user: printed without a traceback, exit code 1."""
 
 
+class RankError(RunError):
+    """A failure that a rank met alone, such as memory that ran out: its message names the rank."""
+
+
 def reason(error: BaseException) -> str:
     """One line about an error of other code, whose message may be empty or very long."""
     said = next(iter(str(error).splitlines()), "")

@@ -42,6 +42,22 @@ def group_names() -> frozenset[str]:
     return frozenset(path.name for path in find_conf_dir().iterdir() if path.is_dir())
 
 
+def expand_user(path: str | Path, key: str) -> Path:
+    """A path whose leading `~` or `~USER` is replaced by that user's home.
+
+    Raises:
+        UserError: The home is unknown; the message names the key of the path.
+    """
+    try:
+        return Path(path).expanduser()
+    except RuntimeError as error:
+        user = Path(path).parts[0]
+        raise UserError(
+            f"{key}={path}: this machine knows no home of {user}; write the directory out, or ./{path} for a file of "
+            "that name"
+        ) from error
+
+
 def fsync(path: Path) -> None:
     """Waits until a file's bytes, or a directory's names, are on the disk.
 
@@ -193,9 +209,21 @@ def read_foreign_value(path: Path) -> Any:
     """
     text = read_foreign_text(path)
     try:
-        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
-    except (ValueError, RecursionError) as error:
+        return parse_json(text)
+    except ValueError as error:
         raise ForeignFileError(f"{path} cannot be read: {error}") from error
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON says.
+
+    Raises:
+        ValueError: It is no JSON (NaN and infinity are not), or is nested too deeply.
+    """
+    try:
+        return json.loads(text, parse_constant=_refuse_constant, parse_float=_finite)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
 
 
 def _refuse_constant(name: str) -> Never:

@@ -27,7 +27,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
+from gpt_pretrain.config.files import expand_user, fsync_tree, new_directory, read_foreign_value, write_file
 from gpt_pretrain.config.schema import DataConfig
 from gpt_pretrain.launch.environment import disk_is_full
 
@@ -132,7 +132,7 @@ class Progress:
 def cache_directory(data: DataConfig) -> Path:
     """The cache directory, created if missing. A complete one may be on a read-only disk."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gpt_pretrain")
-    path = (default if data.cache_dir is None else Path(data.cache_dir)).expanduser().absolute()
+    path = expand_user(default if data.cache_dir is None else data.cache_dir, "model.data.cache_dir").absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -173,9 +173,9 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
             lock.acquire(timeout=0)
             break
         except Timeout:
-            # The holder may not have written its status yet, or may just have finished.
-            with suppress(FileNotFoundError):
-                holder = json.loads(status.read_text())
+            # The holder may not have written its status yet, or may just have finished. Only what it says is shown.
+            with suppress(FileNotFoundError, ValueError, TypeError, KeyError):
+                holder = read_foreign_value(status)
                 who = f"process {holder['pid']} on {holder['host']}"
                 if who != announced:
                     progress.note(f"waiting for {who}, which writes {entry}")

@@ -24,6 +24,7 @@ from gpt_pretrain.data.token_files import (
     split_matrix,
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
+from gpt_pretrain.launch.signals import ended_while_waiting
 
 # The tokenizer's fingerprint where the data are token ids.
 NO_TOKENIZER = "none"
@@ -76,6 +77,7 @@ class Corpus:
         )
 
 
+@ended_while_waiting()
 def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     """Finds or makes the run's token files, and refuses wrong data. The cross-field rules have already passed.
 

@@ -34,6 +34,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
+from gpt_pretrain.launch.signals import ended_while_waiting
 
 _FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
@@ -122,6 +123,7 @@ class _MemmapPickler(pickle.Pickler):
         return NotImplemented
 
 
+@ended_while_waiting()
 def build_datasets(
     config: Config, corpus: Corpus, *, num_train_samples: int
 ) -> tuple[SampleDataset, SampleDataset | None]:

@@ -26,6 +26,7 @@ import pyarrow
 import pyarrow.parquet
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import expand_user
 from gpt_pretrain.data.cache import file_identity
 
 _PARQUET_BATCH_ROWS = 256
@@ -251,7 +252,7 @@ class FileSource(TextSource):
 
 
 def _match(pattern: str) -> list[Path]:
-    expanded = Path(pattern).expanduser()
+    expanded = expand_user(pattern, "model.data.text_files")
     if expanded.is_dir():
         raise UserError(
             f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / '*.jsonl'}"

@@ -28,7 +28,7 @@ from megatron.core.datasets.indexed_dataset import DType
 
 from gpt_pretrain.config.derived import is_weight
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import ForeignFileError, read_foreign_value, write_file
+from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_value, write_file
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -299,4 +299,4 @@ def plan_blend(entries: Sequence[Any]) -> Blend:
 
 
 def _absolute(path: Any) -> str:
-    return str(Path(str(path)).expanduser().absolute())
+    return str(expand_user(str(path), "model.data.data_prefix").absolute())

@@ -22,7 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import ForeignFileError, read_foreign_text
+from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_text
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
 from gpt_pretrain.data.sources import Piece, TextSource
@@ -107,7 +107,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 
 def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`, or raises a UserError that names the `key` of its path."""
-    path = Path(path).expanduser()
+    path = expand_user(path, key)
     if path.is_dir():
         raise UserError(f"{key}={path} is a directory; name the file: {path / TOKENIZER_FILE}")
     try:

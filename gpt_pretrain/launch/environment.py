@@ -1,8 +1,7 @@
-"""What this process needs from its machine before torch is imported: driver, libraries' settings, signals, limits.
+"""What this process needs from its machine before torch is imported: driver, libraries' settings, limits.
 
 OpenMP, CUDA, NCCL and Transformer Engine read their environment variables once, when they load; megatron-core and
-torch warn of their own deprecations and missing extras while they are imported. From the first step on,
-`training/stop.py` handles the signals.
+torch warn of their own deprecations and missing extras while they are imported.
 
 A limit that is reached (disk, descriptors, memory) is an error with a cause and a way out instead of a traceback. It
 may be met in our own code, in a library, or in a C library that has only words for it. So an error is recognized by its
@@ -17,24 +16,14 @@ import os
 import platform
 import re
 import resource
-import signal
-import socket
 import subprocess
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from gpt_pretrain.config.errors import reason
 from gpt_pretrain.config.schema import Config
 
-# EX_TEMPFAIL of sysexits(3): "the user is invited to retry the operation".
-REQUEUE = 75
-# 128 + the signal's number, as in shells.
-INTERRUPTED = 128 + signal.SIGINT
 NVIDIA_SMI = "nvidia-smi"
 # nvidia-smi answers in a second or two; in minutes, or never, where a GPU has fallen off the bus.
 _DRIVER_TIMEOUT_S = 60
@@ -42,6 +31,8 @@ _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
 # No space, no quota left, or a file-size limit.
 _DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# What is wrong with a path itself, whatever is done there: its length, a file for a folder, links in a circle, rights.
+_PATH = {errno.ENAMETOOLONG, errno.ENOTDIR, errno.ELOOP, errno.EACCES}
 # Words of numpy, Python's tempfile and threads, the dynamic linker, and torch's allocator.
 _WORDS = {
     r"\d+ requested and \d+ written": errno.ENOSPC,
@@ -154,67 +145,6 @@ def prepare_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
-def ended_by_signals() -> AbstractContextManager[None]:
-    """Inside, SIGTERM and SIGUSR1 raise a SystemExit that asks for a restart."""
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        raise SystemExit(REQUEUE)
-
-    return _handled_by(end, signal.SIGTERM, signal.SIGUSR1)
-
-
-def ended_while_importing() -> AbstractContextManager[None]:
-    """While libraries are imported, Ctrl-C, SIGTERM and SIGUSR1 end the process at once: it has begun nothing.
-
-    Libraries take an exception during an import for a missing extra and continue, or leave modules half made.
-    """
-
-    def end(number: int, frame: FrameType | None) -> NoReturn:
-        os._exit(INTERRUPTED if number == signal.SIGINT else REQUEUE)
-
-    # A shell starts background processes with Ctrl-C ignored.
-    interrupts = [signal.SIGINT] if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN else []
-    return _handled_by(end, *interrupts, signal.SIGTERM, signal.SIGUSR1)
-
-
-@contextmanager
-def ended_while_waiting() -> Iterator[None]:
-    """While torch waits for other ranks, Ctrl-C, SIGTERM and SIGUSR1 end the process at once: it has begun nothing.
-
-    Python calls its handlers only between its own instructions, and torch waits in C++ for up to half an hour. But the
-    signal's number is written to a descriptor at once, where another thread reads it.
-    """
-    codes = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: REQUEUE, signal.SIGUSR1: REQUEUE}
-    reader, writer = socket.socketpair()
-    writer.setblocking(False)
-
-    def listen() -> None:
-        while number := reader.recv(1):
-            if number[0] in codes:
-                os._exit(codes[signal.Signals(number[0])])
-
-    listener = threading.Thread(target=listen, name="end-by-signals", daemon=True)
-    listener.start()
-    before = signal.set_wakeup_fd(writer.fileno())
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(before)
-        writer.close()
-        listener.join()
-        reader.close()
-
-
-@contextmanager
-def _handled_by(handler: Callable[[int, FrameType | None], NoReturn], *numbers: signal.Signals) -> Iterator[None]:
-    previous = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, before in previous.items():
-            signal.signal(number, before)
-
-
 def _limit(kind: int, unit: int = 1) -> str:
     soft, _ = resource.getrlimit(kind)
     return "unlimited" if soft == resource.RLIM_INFINITY else str(soft // unit)
@@ -243,6 +173,16 @@ def limit_met(error: BaseException) -> str | None:
             said = "" if isinstance(each, OSError) else f" ({reason(each)})"
             return f"{where}{os.strerror(number)}{said}; {_ways_out()[number]}"
     return None
+
+
+def path_refused(error: BaseException) -> str | None:
+    """What is wrong with a path that nobody has looked at before it was used; None for any other error."""
+    # What Python 3.12's Path.resolve makes of ELOOP.
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop from "):
+        return f"{error}; give another path"
+    if not isinstance(error, OSError) or error.errno not in _PATH or error.filename is None:
+        return None
+    return f"{error.filename}: {error.strerror}; give another path"
 
 
 def disk_is_full(error: BaseException) -> bool:

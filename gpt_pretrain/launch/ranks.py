@@ -8,13 +8,17 @@ about the world size runs before anything expensive.
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.errors import ConfigError
 
 # The variables of torchrun and `accelerate launch`.
 _OF_A_LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# More processes than any run has.
+_MOST = 2**20
+# Slurm's numbers for steps that no srun started: interactive, batch, extern (slurm.h, SLURM_INTERACTIVE_STEP, …).
+_FIRST_OWN_STEP = 0xFFFFFFF0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,60 +70,158 @@ def rank_zero_of(world_size: int, *, local_world_size: int, launcher: str) -> La
     )
 
 
-def _number(env: Mapping[str, str], key: str, default: int | None = None) -> int:
+def _number(env: Mapping[str, str], key: str, default: int | None = None, *, least: int = 0, most: int = _MOST) -> int:
     value = env.get(key) or default
     if value is None:
         raise ConfigError(
             [f"{key} is not set although the launcher's other variables are; start with torchrun or srun"]
         )
-    try:
-        return int(value)
-    except ValueError:
-        raise ConfigError([f"{key}={value!r} in the environment is not a whole number"]) from None
+    # Python's int also takes 1_0, and text of any length.
+    if not re.fullmatch(r"[+-]?[0-9]{1,20}", str(value).strip()) or not least <= int(value) <= most:
+        raise ConfigError([f"{key}={value!r} in the environment is not a whole number from {least} to {most}"])
+    return int(value)
 
 
 def first_host(nodelist: str) -> str:
     """First host of a Slurm node list: `rack[0-1]_blade[02-07,09],login1` gives `rack0_blade02` (slurm.conf(5))."""
-    match = re.match(r"(?:[^\[,]|\[\w[^\]]*\])+", nodelist)
+    match = re.match(r"((?:[^\[\],]|\[\w[^\]]*\])+)(?:,|$)", nodelist)
     if match is None:
         raise ConfigError([f"SLURM_STEP_NODELIST={nodelist!r} names no host; set MASTER_ADDR"])
-    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[0])
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", match[1])
 
 
 def read_launch(env: Mapping[str, str] | None = None) -> Launch:
-    """This process's place in the run; a ConfigError if the launcher's variables are incomplete or contradictory."""
+    """This process's place in the run; a ConfigError if the launcher's variables are incomplete or contradictory.
+
+    torchrun's variables come first: Slurm's are also set where a task of it has started torchrun.
+    """
     env = os.environ if env is None else env
     if "RANK" in env or "WORLD_SIZE" in env:
-        world_size = _number(env, "WORLD_SIZE")
-        launch = Launch(
-            rank=_number(env, "RANK"),
-            world_size=world_size,
-            local_rank=_number(env, "LOCAL_RANK"),
-            local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
-            master_addr=env.get("MASTER_ADDR", "127.0.0.1"),
-            master_port=_number(env, "MASTER_PORT", 29500),
-            launcher="torchrun",
-        )
-    elif "SLURM_PROCID" in env and "SLURM_STEP_ID" in env and env.get("SLURM_STEP_NODELIST"):
-        # A batch script's own shell has SLURM_PROCID too, but is no task of a step.
-        world_size = _number(env, "SLURM_NTASKS")
-        launch = Launch(
-            rank=_number(env, "SLURM_PROCID"),
-            world_size=world_size,
-            local_rank=_number(env, "SLURM_LOCALID"),
-            local_world_size=_number(env, "SLURM_NTASKS_PER_NODE", world_size // _number(env, "SLURM_NNODES", 1)),
-            master_addr=env.get("MASTER_ADDR") or first_host(env["SLURM_STEP_NODELIST"]),
-            # Two jobs on a node would collide at torch's default port, but differ in their job id.
-            master_port=_number(env, "MASTER_PORT", 20000 + _number(env, "SLURM_JOB_ID") % 20000),
-            launcher="srun",
-        )
-    else:
-        launch = rank_zero_of(1, local_world_size=1, launcher="none")
+        return _of_torchrun(env)
+    if "SLURM_PROCID" in env and _is_task(env):
+        return _of_srun(env)
+    return rank_zero_of(1, local_world_size=1, launcher="none")
+
+
+def _of_torchrun(env: Mapping[str, str]) -> Launch:
+    world_size = _number(env, "WORLD_SIZE", least=1)
+    launch = Launch(
+        rank=_number(env, "RANK"),
+        world_size=world_size,
+        local_rank=_number(env, "LOCAL_RANK"),
+        local_world_size=_number(env, "LOCAL_WORLD_SIZE", world_size),
+        master_addr=env.get("MASTER_ADDR") or "127.0.0.1",
+        master_port=_port(env, world_size, 29500),
+        launcher="torchrun",
+    )
+    # Others than torchrun may leave it out, on several nodes, too.
+    stated = ("RANK", "WORLD_SIZE", "LOCAL_RANK", *(["LOCAL_WORLD_SIZE"] if env.get("LOCAL_WORLD_SIZE") else []))
+    return _consistent(launch, env, stated)
+
+
+def _is_task(env: Mapping[str, str]) -> bool:
+    """Whether srun started this process, or what is above it.
+
+    The shells of a batch script and of salloc have SLURM_PROCID, too, and the job's number of tasks, but are one
+    process. Theirs are no steps, or steps that Slurm makes itself.
+    """
+    if "SLURM_STEP_ID" not in env or not (env.get("SLURM_STEP_NODELIST") or env.get("SLURM_STEP_NUM_TASKS")):
+        return False
+    return _number(env, "SLURM_STEP_ID", most=2**32 - 1) < _FIRST_OWN_STEP
+
+
+def _of_srun(env: Mapping[str, str]) -> Launch:
+    # The job's number may differ: a step can have fewer tasks.
+    size = "SLURM_STEP_NUM_TASKS" if env.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    world_size = _number(env, size, least=1)
+    address = env.get("MASTER_ADDR")
+    if not address:
+        address = first_host(env.get("SLURM_STEP_NODELIST", "")) if world_size > 1 else "127.0.0.1"
+    per_node, local_world_size = _tasks_of_node(env, size, world_size)
+    launch = Launch(
+        rank=_number(env, "SLURM_PROCID"),
+        world_size=world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=local_world_size,
+        master_addr=address,
+        # Two jobs on a node would collide at torch's default port, but differ in their job id.
+        master_port=_port(env, world_size, 20000 + _number(env, "SLURM_JOB_ID", most=2**32 - 1) % 20000),
+        launcher="srun",
+    )
+    return _consistent(launch, env, ("SLURM_PROCID", size, "SLURM_LOCALID", *per_node))
+
+
+def _tasks_of_node(env: Mapping[str, str], size: str, world_size: int) -> tuple[list[str], int]:
+    """Which variable says how many tasks of the step this node has, if one does, and how many.
+
+    SLURM_NTASKS_PER_NODE does not: it is the job's, and at most so many (sbatch(1)).
+    """
+    # The second is the job's, unless srun has set it.
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if not env.get(name):
+            continue
+        counts = _tasks_per_node(name, env[name])
+        if sum(tasks * nodes for tasks, nodes in counts) == world_size:
+            return [name], _own_tasks(env, name, counts)
+        if name.startswith("SLURM_STEP_"):
+            raise ConfigError([f"{name}={env[name]} does not add up to {size}={world_size}; start with srun"])
+    names = [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") if env.get(name)][:1]
+    # Tasks that nothing spreads are on one node.
+    num_nodes = min(world_size, _number(env, names[0], least=1)) if names else 1
+    if world_size % num_nodes:
+        problem = f"{size}={world_size} tasks do not divide among {names[0]}={num_nodes} nodes"
+        raise ConfigError([f"{problem}, and SLURM_STEP_TASKS_PER_NODE, which says how, is not set; start with srun"])
+    return names, world_size // num_nodes
+
+
+def _tasks_per_node(name: str, text: str) -> list[tuple[int, int]]:
+    """Tasks of a node, and how many nodes in a row have as many: "2(x3),1" gives (2, 3) and (1, 1)."""
+    if not re.fullmatch(r"[0-9]{1,7}(\(x[0-9]{1,7}\))?(,[0-9]{1,7}(\(x[0-9]{1,7}\))?)*", text):
+        raise ConfigError([f"{name}={text!r} in the environment is no list of numbers such as 2(x3),1"])
+    return [(int(tasks), int(nodes or 1)) for tasks, nodes in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)]
+
+
+def _own_tasks(env: Mapping[str, str], name: str, counts: list[tuple[int, int]]) -> int:
+    if len({tasks for tasks, _ in counts}) == 1:
+        return counts[0][0]
+    node = _number(env, "SLURM_NODEID")
+    for tasks, nodes in counts:
+        if node < nodes:
+            return tasks
+        node -= nodes
+    raise ConfigError([f"SLURM_NODEID={env['SLURM_NODEID']} is not one of the nodes of {name}={env[name]}"])
+
+
+def _port(env: Mapping[str, str], world_size: int, default: int) -> int:
+    # One process opens none.
+    return _number(env, "MASTER_PORT", default, least=1 if world_size > 1 else 0, most=2**16 - 1)
+
+
+def _consistent(launch: Launch, env: Mapping[str, str], stated: Sequence[str]) -> Launch:
+    """The launch, unless its numbers contradict each other.
+
+    `stated` are the variables that say rank, world size, local rank and, if any does, how many processes a node has.
+
+    Raises:
+        ConfigError: They do. Ranks that believed them would wait for each other, or for ranks that nobody starts.
+    """
+    problem = None
     if launch.local_world_size < 1:
-        raise ConfigError([f"the launcher states {launch.local_world_size} processes on each node; there must be one"])
-    if not 0 <= launch.rank < launch.world_size:
-        raise ConfigError([f"rank {launch.rank} is not below the world size {launch.world_size} the launcher states"])
-    return launch
+        problem = f"the launcher states {launch.local_world_size} processes on each node; there must be one"
+    elif launch.rank >= launch.world_size:
+        problem = f"rank {launch.rank} is not below the world size {launch.world_size} the launcher states"
+    elif launch.local_rank >= launch.local_world_size:
+        problem = f"local rank {launch.local_rank} is not below the {launch.local_world_size} processes on this node"
+    # Ranks of a node are numbered in the order of their ranks, so as many lie below and above this one at least.
+    elif len(stated) == 4 and not (0 <= launch.rank - launch.local_rank <= launch.world_size - launch.local_world_size):
+        problem = (
+            f"rank {launch.rank} of {launch.world_size} cannot be local rank {launch.local_rank} of "
+            f"{launch.local_world_size}"
+        )
+    if problem is None:
+        return launch
+    values = ", ".join(f"{name}={env[name]}" for name in stated)
+    raise ConfigError([f"{problem} ({values}); start with torchrun or srun, which set them"])
 
 
 def without_launcher(env: Mapping[str, str]) -> dict[str, str]:

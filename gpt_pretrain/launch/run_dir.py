@@ -14,13 +14,14 @@ long as its process lives:
 import itertools
 import json
 import os
+import re
 import socket
 import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
 from typing import Literal, Self
@@ -28,8 +29,9 @@ from typing import Literal, Self
 from filelock import FileLock, Timeout
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.files import parse_json, write_file
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.proc import start_of
 
 RENEW_S = 20.0
 STALE_S = 120.0
@@ -77,9 +79,12 @@ class Process:
     def read(cls, text: str | bytes) -> Self | None:
         """What `to_json` wrote; None for anything else, such as a file truncated by a full disk."""
         try:
-            return cls(**json.loads(text))
+            read = cls(**parse_json(text))
         except (ValueError, TypeError):
             return None
+        # A field's type is a class or a union of some, not their names.
+        fits = all(isinstance(getattr(read, field.name), field.type) for field in fields(cls))  # type: ignore[arg-type]
+        return read if fits and read.process > 0 else None
 
     def can_see(self, other: "Process") -> bool:
         """Whether the other's number means the same process here."""
@@ -87,13 +92,15 @@ class Process:
 
     def has_ended(self) -> bool:
         """Whether it is gone, asked by a process that can see it; a reused number is another process."""
-        if _start_of(self.process) != self.start:
+        if start_of(self.process) != self.start:
             return True
         try:
             os.kill(self.process, 0)
-        except OSError as error:
+        except (ProcessLookupError, OverflowError):
+            return True
+        except PermissionError:
             # Another user's process lives, but may not be signaled.
-            return isinstance(error, ProcessLookupError)
+            return False
         return False
 
 
@@ -107,24 +114,13 @@ def this_process() -> Process:
     return Process(
         host=socket.gethostname(),
         process=os.getpid(),
-        start=_start_of(os.getpid()),
+        start=start_of(os.getpid()),
         boot=boot,
         namespace=namespace,
         job=os.environ.get("SLURM_JOB_ID"),
-        restarts=int(restarts) if restarts.isdecimal() else 0,
+        restarts=int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
         since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
     )
-
-
-def _start_of(process: int) -> int | None:
-    try:
-        stat = Path(f"/proc/{process}/stat").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return None
-    # The second field is the program's name in parentheses, which may hold anything.
-    state, *fields = stat.rpartition(")")[2].split()
-    # A zombie has ended; its parent has not asked for its exit code yet.
-    return None if state in "ZX" else int(fields[18])
 
 
 def check_run_dir(config: Config, kind: Kind | None = None) -> None:

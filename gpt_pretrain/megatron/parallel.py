@@ -28,8 +28,9 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.environment import ended_while_waiting, limit_met
+from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_while_waiting
 from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
 from gpt_pretrain.spec.run_spec import RunSpec
 
@@ -59,8 +60,8 @@ def process_groups(model: ModelConfig, launch: Launch, platform: Platform) -> It
         torch.distributed.init_process_group(backend, store=HashStore(), rank=0, world_size=1, timeout=timeout)
     else:
         # torchrun has opened this store already; srun's ranks open it on the first host.
-        os.environ.setdefault("MASTER_ADDR", launch.master_addr)
-        os.environ.setdefault("MASTER_PORT", str(launch.master_port))
+        os.environ["MASTER_ADDR"] = launch.master_addr
+        os.environ["MASTER_PORT"] = str(launch.master_port)
         # Without a device argument torch opens NCCL's communicators at first use; with one, it opens all groups' at
         # once. On four GPUs 14 of 21 groups had one rank, which needs none; with 64 channels each those took over 5 GiB
         # of every GPU (NCCL 2.28; benchmarks/llama3_8b_4xh200.md).

@@ -27,6 +27,7 @@ from gpt_pretrain.config.keys import flatten, is_known, unknown_key
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
+from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
 from gpt_pretrain.rules.no_effect import given_without_effect
 from gpt_pretrain.rules.overrides import (
@@ -167,6 +168,7 @@ def _told_once(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     ]
 
 
+@ended_at_once()
 def check_command(
     loader: Loader,
     overrides: Sequence[str],

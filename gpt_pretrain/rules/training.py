@@ -23,6 +23,7 @@ from gpt_pretrain.config.derived import (
     min_lr,
     uses_distributed_optimizer,
     warmup_steps,
+    weight_of,
 )
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
 from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainerConfig
@@ -189,8 +190,8 @@ def _prefixes(prefixes: list[Any]) -> Iterator[str]:
             f"model.data.data_prefix={shown} mixes weights and paths; "
             "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
         )
-    elif not all(math.isfinite(float(weight)) and float(weight) > 0 for weight in weights):
-        yield f"model.data.data_prefix={shown} has a weight that is not positive; leave that path out"
+    elif not all(0 < (weight_of(weight) or 0) < math.inf for weight in weights):
+        yield f"model.data.data_prefix={shown} has a weight that is not positive, or endless; leave that path out"
 
 
 def _corpus(data: DataConfig) -> Iterator[str]:
@@ -207,13 +208,16 @@ def _splits(config: Config) -> Iterator[str]:
     """Shares of training, validation and test."""
     text, validates = config.model.data.splits_string, config.trainer.limit_val_batches > 0
     # megatron-core picks the numbers out of any string ("-5" becomes 5); here it is read whole.
-    if not re.fullmatch(r"\s*\d*\.?\d+\s*(,\s*\d*\.?\d+\s*){0,2}", text):
+    if not re.fullmatch(r"\s*\d*\.?\d+\s*(,\s*\d*\.?\d+\s*){0,2}", text, re.ASCII):
         yield (
             f"model.data.splits_string={text!r} is not one to three shares of 0 or more, separated by commas; "
             'use shares such as "900,50,50"'
         )
         return
     shares = [*map(float, text.split(",")), 0.0, 0.0]
+    if math.isinf(sum(shares)):
+        yield 'model.data.splits_string is beyond any number; use shares such as "900,50,50"'
+        return
     if shares[0] == 0:
         yield f"model.data.splits_string={text!r} leaves nothing to train on; the first share must be positive"
     if shares[1] == 0 and validates:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.json_objects import JsonObject
-from gpt_pretrain.launch.environment import ended_while_importing, installed_version
+from gpt_pretrain.launch.environment import installed_version
+from gpt_pretrain.launch.signals import ended_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -224,13 +225,13 @@ def apex_parts() -> dict[str, bool]:
 
 def detect_platform() -> Platform:
     """Looks up what there is; imports Transformer Engine, FlashAttention-4, TorchAO and apex if they are installed."""
-    with ended_while_importing():
+    with ended_at_once():
         import torch
 
     variables = environment_fields(os.environ)
     if not torch.cuda.is_available():
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
-    with ended_while_importing():
+    with ended_at_once():
         te_version, te_problem = _transformer_engine()
         flash_version, flash_problem = flash_attention()
         torchao_version, torchao_problem = torchao()

@@ -27,7 +27,7 @@ from typing import ClassVar, Self
 import torch
 
 from gpt_pretrain.config.schema import TrainerConfig
-from gpt_pretrain.launch.environment import INTERRUPTED, REQUEUE
+from gpt_pretrain.launch.signals import INTERRUPTED, REQUEUE
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, SkippedStepRecord
 

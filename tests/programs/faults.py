@@ -18,7 +18,6 @@ import time
 import torch
 
 from gpt_pretrain.checkpoint import save
-from gpt_pretrain.commands import door
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.training import rewind, setup, stragglers, trainer, watchdog
 from gpt_pretrain.training import run as training_run
@@ -36,11 +35,6 @@ def hurry():
     training_run.LEARNING_STEPS = 5
     watchdog.BEAT_S, watchdog.SILENT_S = 0.5, 8.0
     watchdog.TICK_S, watchdog.STEP_FLOOR_S = 0.2, 5.0
-
-
-def speak_soon():
-    """Other ranks tell an error soon after rank 0: where nobody watches them, nobody would end them before."""
-    door.RANK_ZERO_FIRST_S = 0.1
 
 
 def limit(name, amount):

@@ -5,8 +5,8 @@ import signal
 import sys
 from threading import Timer
 
-from gpt_pretrain.launch.environment import ended_by_signals
 from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.launch.signals import ended_by_signals
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
