@@ -27,7 +27,7 @@ from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsed
 from rich.progress import Progress as RichProgress
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import fsync_tree, new_directory, write_file
+from gpt_pretrain.config.files import fsync_tree, new_directory, read_foreign_json, write_file
 from gpt_pretrain.config.schema import DataConfig
 from gpt_pretrain.launch.environment import disk_is_full
 
@@ -175,7 +175,7 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
         except Timeout:
             # The holder may not have written its status yet, or may just have finished.
             with suppress(FileNotFoundError):
-                holder = json.loads(status.read_text())
+                holder = read_foreign_json(status)
                 who = f"process {holder['pid']} on {holder['host']}"
                 if who != announced:
                     progress.note(f"waiting for {who}, which writes {entry}")
