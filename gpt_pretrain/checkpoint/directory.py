@@ -145,6 +145,25 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     return FoundCheckpoints(paths=complete, problem=problem)
 
 
+def name_in(directory: Path, path: Path) -> str:
+    """What a run calls a checkpoint: the name of one of its own, which moves with the run, or the real path."""
+    path = Path(os.path.realpath(path))
+    return path.name if path.parent == Path(os.path.realpath(directory)) else str(path)
+
+
+def progress_since(directory: Path, named: Path) -> FoundCheckpoints | None:
+    """What a run can resume from if its newest checkpoint descends from the one that a path names; else None.
+
+    The path itself may be gone: the run keeps its last checkpoints, not the one that it began with.
+    """
+    if not complete_checkpoints(directory):
+        return None
+    found = find_checkpoints(directory)
+    # If the newest one is garbled, the one before it knows; if none does, none may be given up.
+    newest = next((known for path in found.paths if (known := _manifest_of(path)) is not None), None)
+    return found if newest is None or name_in(directory, named) in newest.resumed_from else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
     """Which checkpoints of a run stay once another is complete."""

@@ -22,9 +22,13 @@ from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyPara
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
 from gpt_pretrain.checkpoint.directory import (
+    POINTER,
+    FoundCheckpoints,
     complete_checkpoints,
     earlier_checkpoints,
     find_checkpoints,
+    name_in,
+    progress_since,
     step_of,
     time_after,
 )
@@ -127,8 +131,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
 
 def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.resume not in ("auto", "never"):
-        named = Path(config.resume).absolute()
-        return resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
+        return _resume_from_path(config, directory)
     found = on_rank_zero(lambda: find_checkpoints(directory))
     if config.resume == "never" and found.paths:
         raise UserError(
@@ -139,16 +142,43 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
         if config.init_from is None:
             return None
         return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
-    # If nothing says which one is meant, the newest good one is the best answer.
-    start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
-    if found.problem is not None:
-        warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
-        start = replace(start, warnings=[warning, *start.warnings])
+    start = _resume_from_own(config, found)
     if config.init_from is not None:
         # A requeued run starts with the same command.
         note = f"checkpoint.init_from={config.init_from} is ignored: this run has checkpoints of its own"
         start = replace(start, notes=[note])
     return start
+
+
+def _resume_from_own(config: CheckpointConfig, found: FoundCheckpoints) -> Start:
+    """From the newest checkpoint of the run's own directory."""
+    # If nothing says which one is meant, the newest good one is the best answer.
+    start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
+    if found.problem is None:
+        return start
+    warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
+    return replace(start, warnings=[warning, *start.warnings])
+
+
+def _resume_from_path(config: CheckpointConfig, directory: Path) -> Start:
+    """From the checkpoint that `checkpoint.resume` names, unless the run has gone on from it before.
+
+    A job that is requeued names it again, and must not lose what it has done since.
+    """
+    named = Path(config.resume).absolute()
+    name = name_in(directory, named)
+    since = on_rank_zero(lambda: progress_since(directory, named))
+    if since is not None:
+        start = _resume_from_own(config, since)
+        again = "give another run_dir" if name == str(named) else f"write {name} into {directory / POINTER}"
+        note = (
+            f"checkpoint.resume={config.resume} is ignored: this run has gone on from there; to go back again, {again}"
+        )
+        return replace(start, notes=[note])
+    start = resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
+    manifest = start.checkpoint.manifest
+    manifest = replace(manifest, resumed_from=(*manifest.resumed_from, name))
+    return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
 
 
 def _give_up_others(start: Start, directory: Path) -> Start:
@@ -212,7 +242,11 @@ def load_checkpoint(
             f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
         )
     restores_fp8 = keeps_fp8_state(
-        path, trainable.model.spec.fp8, manifest.fp8, reset=config.checkpoint.reset_fp8_state
+        path,
+        trainable.model.spec.fp8,
+        manifest.fp8,
+        reset=config.checkpoint.reset_fp8_state,
+        was_reset=manifest.has_reset_fp8_state,
     )
     places = places_of_ranks(layout(model, torch.distributed.get_world_size()))
     restores_random_states = places == places_of_ranks(manifest.layout)
