@@ -232,7 +232,8 @@ class Place:
 def _identity(directory: Path) -> tuple[int, int] | None:
     try:
         status = directory.stat()
-    except FileNotFoundError:
+    except OSError:
+        # Saving there says more.
         return None
     return status.st_dev, status.st_ino
 
