@@ -202,6 +202,7 @@ def test_a_run_directory_that_is_linked_from_its_old_place_goes_on(start, tmp_pa
 ROTATIONS = {
     "deleted": lambda path: path.unlink(),
     "renamed": lambda path: path.rename(path.with_name("metrics.jsonl.1")),
+    "replaced by a link": lambda path: (path.unlink(), path.symlink_to("gone")),
     "renamed and made anew": lambda path: (path.rename(path.with_name("metrics.jsonl.1")), path.touch()),
     "written by an editor": lambda path: write_file(path, path.read_text()),
 }

@@ -7,6 +7,7 @@ If `--config-dir` is a run's directory, its `config.yaml` takes the place of eve
 has no defaults list. Options that the command line chooses come over it, then the keys.
 """
 
+import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -57,7 +58,7 @@ class Source:
         if self.config_dir is None or self.config_name.removesuffix(".yaml") != "config":
             return None
         path = self.config_dir / "config.yaml"
-        return path if path.exists() else None
+        return path if os.path.lexists(path) else None
 
 
 def check_source(source: Source) -> None:

@@ -166,6 +166,8 @@ class HeldDirectory:
         self._path = lock_path(run_dir)
         self._lock = self._new_lock()
         self._directory = os.open(run_dir, os.O_RDONLY)
+        # Not every file system gives a file one number for as long as it is open.
+        self._is_watched = _leads_to(run_dir, self._directory) and _leads_to(self._path, self._lock)
 
     def _new_lock(self) -> int:
         # A new file: the old one's process may live after all, but renews and deletes only its own.
@@ -174,6 +176,8 @@ class HeldDirectory:
 
     def problem(self) -> str | None:
         """Why this process should write there no more, and what to do; None if nothing speaks against it."""
+        if not self._is_watched:
+            return None
         if not _leads_to(self._run_dir, self._directory):
             return (
                 f"run_dir={self._run_dir} is not the directory any more in which this run began: it was moved or "

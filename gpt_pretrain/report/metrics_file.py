@@ -10,6 +10,7 @@ W&B's cannot.
 
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Mapping
@@ -53,11 +54,13 @@ class MetricsFile:
         self._directory = self.path.parent.stat()
         self._file = open_to_append(self.path)
         _mend_last_line(self.path)
+        # Not every file system gives a file one number for as long as it is open.
+        self._is_watched = self._leads_here()
 
     def write(self, record: Record) -> str | None:
         """Appends one record; a warning for the user if the file was not at its place any more."""
         with named(self.path):
-            warning = None if self._is_in_place() else self._find_place()
+            warning = self._find_place() if self._is_watched and not self._is_in_place() else None
             self._file.write(record.to_line() + "\n")
             self._file.flush()
         return warning
@@ -65,18 +68,26 @@ class MetricsFile:
     def _is_in_place(self) -> bool:
         """Whether the path leads to the open file, or the whole run directory is elsewhere, of which the saves tell."""
         with suppress(FileNotFoundError):
-            try:
-                if os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno())):
-                    return True
-            except FileNotFoundError:
-                pass
+            if self._leads_here():
+                return True
+        with suppress(OSError):
             return not os.path.samestat(self.path.parent.stat(), self._directory)
         return True
+
+    def _leads_here(self) -> bool:
+        """Also true if the file system does not say."""
+        try:
+            return os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return True
 
     def _find_place(self) -> str:
         """Opens the file at the path. If it is missing or new, as log rotation leaves it, all records come back."""
         with suppress(FileNotFoundError):
-            if self.path.lstat().st_size > 0:
+            place = self.path.lstat()
+            if stat.S_ISREG(place.st_mode) and place.st_size > 0:
                 self._reopen()
                 return f"{self.path} was replaced by another file while the run wrote there; its records go on in it"
         content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
