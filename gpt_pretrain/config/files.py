@@ -131,16 +131,22 @@ def check_own_file(path: Path) -> None:
             raise ForeignFileError(f"{path} is not a regular file, and a run writes a file of its own there; delete it")
 
 
-def open_to_append(path: Path) -> TextIO:
+def open_to_append(path: Path, *, replaces: bool = False) -> TextIO:
     """Opens a text file of this package's own to append to it, and to read it; makes it if it is missing.
 
-    If it has another name too, as in a backup made of hard links, it becomes a copy: the other stays as it is.
+    If it has another name too, as in a backup made of hard links, it becomes a copy: the other stays as it is. With
+    `replaces` a link, a pipe or a device in its place is removed.
 
     Raises:
         ForeignFileError: Something else stands in for it (`check_own_file`).
         OSError: It cannot be opened.
     """
-    check_own_file(path)
+    try:
+        check_own_file(path)
+    except ForeignFileError:
+        if not replaces or stat.S_ISDIR(path.lstat().st_mode):
+            raise
+        path.unlink()
     if os.path.lexists(path) and path.lstat().st_nlink > 1:
         _replace(path, read_regular(path))
     # Neither through a link nor waiting at a pipe that has come in between.

@@ -261,8 +261,9 @@ class Watchdog:
         self._peers = Peers(self._launch)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened now, because faulthandler's handler opens nothing. An earlier start's traces stay.
-            self._file = open_to_append(self._path)
+            # Opened now, because faulthandler's handler opens nothing. An earlier start's traces stay. A pipe or a link
+            # in their place is no reason not to train.
+            self._file = open_to_append(self._path, replaces=True)
         except (OSError, ForeignFileError) as error:
             reason = getattr(error, "strerror", None) or error
             problem = f"{self._path}: {reason}; the watchdog writes stack traces there"
