@@ -258,8 +258,8 @@ class Destination:
         return unfinished_path(self.path)
 
     def clear(self) -> None:
-        """Makes the directory of checkpoints in an existing run directory, and removes what killed saves left in it."""
-        self.directory.mkdir(exist_ok=True)
+        """Makes the run's directory of checkpoints, and removes what killed saves have left in it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
         remove_unfinished(self.directory)
 
     def publish(self) -> None:
