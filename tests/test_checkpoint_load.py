@@ -398,8 +398,23 @@ def test_weights_of_another_model_or_tokenizer_are_refused(kept):
         pytest.raises(UserError, match=r"another model: model\.num_layers=3"),
     ):
         load_weights(checkpoint, training.trainable, training.config, DATA)
-    with emulated_training() as training, pytest.raises(UserError, match="other data: tokenizer changed"):
-        load_weights(checkpoint, training.trainable, training.config, {**DATA, "tokenizer": "another"})
+    for allow in ("false", "true"):
+        with emulated_training(f"checkpoint.allow_data_change={allow}") as training:
+            with pytest.raises(UserError, match=r"tokenizer changed.*model\.tokenizer\.model=") as refused:
+                load_weights(checkpoint, training.trainable, training.config, {**DATA, "tokenizer": "another"})
+            assert "allow_data_change" not in str(refused.value), "embeddings of other ids are of no use"
+
+
+def test_weights_for_token_ids_of_no_known_tokenizer_are_taken_if_that_is_allowed(kept):
+    known = read_manifest(step(kept, 3))
+    of_ids = dataclasses.replace(known, data={**known.data, "tokenizer": "none"})
+    for saved, current in ((known, "none"), (of_ids, "another")):
+        checkpoint, data = VerifiedCheckpoint(path=step(kept, 3), manifest=saved), {**DATA, "tokenizer": current}
+        with emulated_training() as training, pytest.raises(UserError, match=r"allow_data_change=true$"):
+            load_weights(checkpoint, training.trainable, training.config, data)
+        with emulated_training("checkpoint.allow_data_change=true") as training:
+            (note,) = load_weights(checkpoint, training.trainable, training.config, data).notes
+            assert "tokenizer" in note
 
 
 DELAYED, TENSORWISE, BLOCKWISE = emulate("delayed"), emulate("tensorwise"), emulate("blockwise")

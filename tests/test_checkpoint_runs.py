@@ -11,9 +11,9 @@ from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.report.metrics_file import metrics_path
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.training.run import train
-from tests.checkpoint_files import disk_that
+from tests.checkpoint_files import disk_that, flip
 from tests.emulated_training import TINY
 from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
@@ -105,6 +105,70 @@ def test_a_run_that_is_shorter_than_the_interval_saves_as_without_it(start, tmp_
     assert saves_of(tmp_path / "run") == [(2, True), (4, True), (6, True)]
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000002", "step_00000004", "step_00000006"]
+
+
+@pytest.fixture
+def go_on(start, tmp_path):
+    """Runs a command to a step; returns where it started."""
+
+    def run(max_steps, *overrides):
+        start(f"trainer.max_steps={max_steps}", *overrides)
+        return load_metrics(tmp_path / "run").starts[-1].step
+
+    return run
+
+
+def test_a_rollback_happens_once_however_often_its_command_is_repeated(start, go_on, tmp_path, capsys):
+    checkpoints = tmp_path / "run" / "checkpoints"
+    start()
+    back = f"checkpoint.resume={checkpoints / 'step_00000002'}"
+    assert go_on(4, back) == 2
+    assert capsys.readouterr().out.count("checkpoint.resume=") == 0
+    assert go_on(5, back) == 4, "a requeued job goes on"
+    assert f"note: {back} is ignored" in capsys.readouterr().out
+    assert go_on(6) == 5, "the hint of a run that was stopped"
+    assert go_on(7, back) == 6
+    # On purpose, as the note says.
+    (checkpoints / "latest").write_text("step_00000002\n")
+    assert go_on(4, back) == 2
+    assert go_on(5, f"checkpoint.resume={checkpoints / 'step_00000004'}") == 4, "another one is meant"
+    assert go_on(6, back) == 5
+    # The run moves, and keeps the checkpoint no more.
+    shutil.rmtree(checkpoints / "step_00000002")
+    assert go_on(7, back) == 6
+    moved = (tmp_path / "run").rename(tmp_path / "moved")
+    back = f"checkpoint.resume={moved / 'checkpoints' / 'step_00000002'}"
+    start("trainer.max_steps=8", back, f"run_dir={moved}")
+    assert load_metrics(moved).starts[-1].step == 7
+
+
+def test_a_run_that_began_in_another_goes_on_when_its_command_is_repeated(start, go_on, tmp_path):
+    start(f"run_dir={tmp_path / 'other'}")
+    source = tmp_path / "other" / "checkpoints" / "step_00000002"
+    assert go_on(4, f"checkpoint.resume={source}") == 2
+    # A damaged checkpoint is no reason to begin again.
+    newest = tmp_path / "run" / "checkpoints" / "step_00000004"
+    for name in (".metadata", "manifest.json"):
+        content = (newest / name).read_bytes()
+        flip(newest / name, 0.5)
+        with pytest.raises(UserError, match=f"{newest}"):
+            go_on(5, f"checkpoint.resume={source}")
+        (newest / name).write_bytes(content)
+    shutil.rmtree(tmp_path / "other")
+    assert go_on(5, f"checkpoint.resume={source}") == 4
+    assert load_metrics(tmp_path / "run").starts[0].step == 2
+
+
+def test_a_requeued_run_needs_no_checkpoint_that_it_began_with(start, go_on, tmp_path, broken_rules):
+    gone = tmp_path / "gone"
+    for key in ("resume", "init_from"):
+        assert broken_rules(f"checkpoint.{key}={gone}", f"run_dir={tmp_path / 'run'}") != []
+    start("trainer.max_steps=2")
+    for key in ("resume", "init_from"):
+        assert broken_rules(f"checkpoint.{key}={gone}", f"run_dir={tmp_path / 'run'}") == []
+    assert go_on(4, f"checkpoint.init_from={gone}") == 2
+    with pytest.raises(UserError, match=f"{gone} does not exist"):
+        go_on(4, f"checkpoint.resume={gone}")
 
 
 def test_rank_0s_clock_alone_says_when_to_save(tmp_path):

@@ -17,7 +17,8 @@ from gpt_pretrain.compare.document import Curve
 from gpt_pretrain.compare.series import Point, Series, thinned
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.launch.run_dir import lock_path, this_process
+from gpt_pretrain.launch.process import this_process
+from gpt_pretrain.launch.run_dir import lock_path
 from gpt_pretrain.report.metrics_file import TensorBoardSink
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,

@@ -1,5 +1,6 @@
 """The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
 
+import dataclasses
 import re
 import shlex
 
@@ -8,11 +9,12 @@ import pytest
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.commands.command_line import check_request, parse_command_line
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.gate import load_config
 from tests.forked_runs import fork_ranks
-from tests.launching import run_ranks
+from tests.launching import REPOSITORY, run_ranks
 
 pytestmark = pytest.mark.usefixtures("no_launcher")
 
@@ -222,6 +224,86 @@ def test_a_file_hidden_by_one_of_ours_is_refused(my_conf):
     (found,) = problems("--config-dir", str(folder))
     assert found.startswith(f"{folder}/model/tiny.yaml ")
     assert "conf/model/tiny.yaml" in found.removeprefix(f"{folder}/model/tiny.yaml")
+
+
+SAVED = ("model=gpt2_124m", "fp8=delayed", "model.fp8_emulate=true", "optimizer=adam_wsd", "model.optim.lr=0.003")
+SAVED_TEXTS = (r"sample.prompt='a \${b} \\'", "model.data.data_prefix=[0.7,web,0.3,'2024']", "data=mmap")
+
+
+@pytest.fixture
+def repeated(tmp_path):
+    """What a command line composes from the directory of a run of the overrides."""
+
+    def compose(saved, *arguments):
+        (tmp_path / "config.yaml").write_text(saved if isinstance(saved, str) else config_to_yaml(load_config(saved)))
+        return load_config(arguments, Source(config_dir=tmp_path))
+
+    return compose
+
+
+@pytest.mark.parametrize(
+    "saved",
+    [(), SAVED, ("experiment=gpt2_124m_1gpu", *SAVED_TEXTS), ("benchmark.overrides={app: 'model.seed=2'}",)],
+    ids=["nothing", "options", "texts", "a mapping"],
+)
+def test_a_run_is_repeated_from_its_directory(saved, repeated):
+    assert repeated(saved) == load_config(saved)
+    changed = repeated(saved, "trainer.max_steps=7", "model.optim.weight_decay=0.5", "run_dir=again")
+    assert changed == load_config([*saved, "trainer.max_steps=7", "model.optim.weight_decay=0.5", "run_dir=again"])
+
+
+@pytest.mark.parametrize(
+    ("chosen", "differs"),
+    [
+        ("fp8=none", "fp8"),
+        ("fp8=tensorwise", "fp8"),
+        ("optimizer=adam", "optim"),
+        ("model={num_layers: 2}", "num_layers"),
+        ("parallelism=single", None),
+    ],
+)
+def test_an_option_that_is_chosen_comes_over_a_saved_run(chosen, differs, repeated):
+    """Also one that conf/ chooses by default."""
+    before, after = (dataclasses.asdict(repeated(SAVED, *overrides).model) for overrides in ([], [chosen]))
+    changed = {name for name, value in after.items() if value != before[name]}
+    assert {name[: len(differs or "")] for name in changed} == set(filter(None, [differs]))
+    fp8 = {"fp8=none": (False, None), "fp8=tensorwise": (True, "tensorwise")}.get(chosen, (True, "delayed"))
+    assert (after["fp8"], after["fp8_recipe"] and after["fp8_recipe"].name) == fp8
+
+
+def test_an_experiment_that_is_chosen_comes_over_a_saved_run_with_its_options(repeated):
+    config, smoke = repeated(SAVED, "experiment=smoke"), load_config(["experiment=smoke"])
+    assert (config.trainer, config.checkpoint, config.model.data) == (smoke.trainer, smoke.checkpoint, smoke.model.data)
+    assert config.model.hidden_size == smoke.model.hidden_size
+    assert config.model.fp8, "of which it says nothing"
+
+
+def test_a_configuration_of_an_earlier_version_is_repeated(repeated):
+    """Keys that it lacks get the values that keep its model (config.load)."""
+    path = REPOSITORY / "tests" / "saved_config.yaml"
+    assert repeated(path.read_text()) == load_saved_config(path)
+
+
+def test_a_saved_run_passes_the_same_gate(tmp_path):
+    saved = config_to_yaml(load_config([]))
+    arguments = ("--config-dir", str(tmp_path), "--config-name", "config")
+    (tmp_path / "config.yaml").write_text(saved)
+    assert [job.config for job in jobs(*arguments)] == [load_config([])]
+    assert_names(problems(*arguments, "model.num_layers=0"), "model.num_layers=0")
+    (tmp_path / "config.yaml").write_text(saved.replace("max_steps: 500", "max_steps: 5.5\n  max_stepps: 5"))
+    found = problems(*arguments, "model.hiden_size=4")
+    assert_names(
+        found,
+        "model.hiden_size model.hidden_size?",
+        f"{tmp_path}/config.yaml: trainer.max_stepps trainer.max_steps?",
+        f"trainer.max_steps=5.5 {tmp_path}/config.yaml",
+    )
+
+
+@pytest.mark.parametrize("text", ["model:\n  num_layers: 2\n", f"{RUN}model:\n  num_layers: 2\n"])
+def test_a_users_file_of_that_name_is_still_hidden(text, my_conf):
+    (found,) = problems("--config-dir", str(my_conf(config=text)))
+    assert "config.yaml is hidden by " in found
 
 
 def test_config_path_replaces_conf(my_conf):

@@ -7,8 +7,10 @@ import pytest
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.commands.command_line import check_request, parse_command_line
 from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.launch.slurm import submit
+from gpt_pretrain.rules.gate import load_config
 from tests.launching import REPOSITORY
 
 
@@ -51,6 +53,16 @@ def test_a_job_is_not_given_what_only_the_submitting_command_reads():
     (job,) = jobs("compare.seeds=2", "compare={min_speedup: 1}", "+benchmark.overrides.mine='model.seed=2'")
     assert [argument.partition("=")[0] for argument in job.arguments] == ["fp8", "run_dir"]
     assert job.config.compare.seeds == 2
+
+
+def test_jobs_of_a_run_that_is_repeated_keep_its_fp8_settings(tmp_path):
+    """The batch script adds none where there is a saved configuration."""
+    (tmp_path / "config.yaml").write_text(config_to_yaml(load_config(["model=gpt2_124m", "fp8=tensorwise"])))
+    source = (f"--config-dir={tmp_path}", "--config-name=config")
+    (job,) = jobs(*source, "model.seed=2")
+    assert [argument.partition("=")[0] for argument in job.arguments] == ["model.seed", "run_dir"]
+    assert job.config.model.fp8
+    assert parse_command_line(source).source_options == [source[1], source[0]]
 
 
 def test_an_experiments_choice_of_fp8_and_a_directory_of_the_users_own_go_along(tmp_path):

@@ -65,14 +65,17 @@ def test_a_disk_that_is_full_for_rank_zero_ends_all(run, tmp_path):
 
 def test_the_watchdogs_last_word_may_find_no_place(run, tmp_path):
     (tmp_path / "run" / "stacks").mkdir(parents=True)
-    (tmp_path / "run" / "stacks" / "rank_0.txt").symlink_to("/dev/full")
-    codes, text = run(faults=[["fail_at_step", 3]])
+    # The traces of earlier starts have used up what a file may have.
+    full = ["limit", "FSIZE", 64 * 1024]
+    (tmp_path / "run" / "stacks" / "rank_0.txt").write_text("x" * full[2])
+    codes, text = run(faults=[full, ["fail_at_step", 3]])
     assert codes == [1]
     assert "RuntimeError: a fault of the test" in text, "what went wrong is told all the same"
-    assert "No space" not in text
-    codes, text = run("trainer.hang_timeout=3", faults=[["hurry"], ["sleep_at_step", 3]])
+    assert os.strerror(errno.EFBIG) not in text
+    codes, text = run("trainer.hang_timeout=3", faults=[full, ["hurry"], ["sleep_at_step", 3]])
     assert codes == [71]
     assert "in hang_in_python" in text
+    assert (tmp_path / "run" / "stacks" / "rank_0.txt").stat().st_size == full[2]
 
 
 def test_an_index_of_samples_that_the_disk_does_not_take_is_told(run, cache_dir, tmp_path):

@@ -14,7 +14,8 @@ from filelock import FileLock
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch import run_dir as module
-from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock, this_process
+from gpt_pretrain.launch.process import this_process
+from gpt_pretrain.launch.run_dir import check_run_lock, lock_path, run_lock
 from tests.checkpoint_files import file_size_limit
 from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
@@ -22,7 +23,7 @@ from tests.runs import small_run_arguments
 # Takes the lock of a directory, says so, and keeps it until it is killed or its input ends.
 HOLD = (
     "import sys; from pathlib import Path; from gpt_pretrain.launch.run_dir import run_lock\n"
-    "with run_lock(Path(sys.argv[1])) as note: print('held', note, flush=True); sys.stdin.read()"
+    "with run_lock(Path(sys.argv[1])) as held: print('held', held.note, flush=True); sys.stdin.read()"
 )
 
 
@@ -67,10 +68,10 @@ def test_a_lock_that_is_no_file_is_refused_at_once(name, make, tmp_path):
 
 
 def test_the_lock_is_there_for_as_long_as_the_run(tmp_path):
-    with run_lock(tmp_path) as note:
-        assert note is None
-        held = json.loads(lock_path(tmp_path).read_text())
-        assert (held["host"], held["process"]) == (os.uname().nodename, os.getpid())
+    with run_lock(tmp_path) as held:
+        assert held.note is None
+        holder = json.loads(lock_path(tmp_path).read_text())
+        assert (holder["host"], holder["process"]) == (os.uname().nodename, os.getpid())
     assert not lock_path(tmp_path).exists()
     with pytest.raises(RuntimeError), run_lock(tmp_path):
         raise RuntimeError
@@ -80,8 +81,8 @@ def test_the_lock_is_there_for_as_long_as_the_run(tmp_path):
 def test_a_lock_that_the_disk_does_not_take_is_in_nobodys_way(tmp_path):
     with pytest.raises(OSError, match="File too large"), file_size_limit(10), run_lock(tmp_path):
         pass
-    with run_lock(tmp_path) as note:
-        assert note is None
+    with run_lock(tmp_path) as held:
+        assert held.note is None
 
 
 def test_a_living_process_is_named_and_its_lock_stays(tmp_path, hold):
@@ -103,9 +104,9 @@ def test_a_killed_process_leaves_a_lock_that_is_taken_over(tmp_path, hold):
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     check_run_lock(tmp_path)
-    with run_lock(tmp_path) as note:
-        assert f"process {process.pid} on {os.uname().nodename}, " in note
-        assert "gone" in note
+    with run_lock(tmp_path) as held:
+        assert f"process {process.pid} on {os.uname().nodename}, " in held.note
+        assert "gone" in held.note
         assert json.loads(lock_path(tmp_path).read_text())["process"] == os.getpid()
     assert list(tmp_path.iterdir()) == []
 
@@ -114,7 +115,7 @@ def test_a_killed_process_leaves_a_lock_that_is_taken_over(tmp_path, hold):
 ME = replace(this_process(), job=None, restarts=0)
 LEFT_OVER = {
     "another process has its number now": (replace(ME, start=ME.start - 100), 0, "gone"),
-    "the host was booted since": (replace(ME, boot="another"), 0, "booted"),
+    "the host was booted since": (replace(ME, boot="another"), 125, "not renewed for 12"),
     "a host that renews it no more": (replace(ME, host="elsewhere"), 125, "not renewed for 12"),
     "a container that renews it no more": (replace(ME, namespace="pid:[1]"), 125, "not renewed for 12"),
     "a job that Slurm has restarted": (
@@ -127,6 +128,8 @@ ALIVE = {
     "this very process": (ME, 0),
     "a host that renews it": (replace(ME, host="elsewhere"), 60),
     "a container that renews it": (replace(ME, namespace="pid:[1]"), 60),
+    "another machine of the same name": (replace(ME, boot="another"), 1),
+    "a job of that number on another cluster": (replace(ME, boot="another", job="17", cluster="another"), 1),
     "another step of this job": (replace(ME, host="elsewhere", job="17", restarts=1), 0),
 }
 
@@ -137,8 +140,8 @@ def test_a_lock_without_a_run_is_taken_over_with_a_note(holder, age_s, why, tmp_
     monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
     write_lock(tmp_path, holder, age_s)
     check_run_lock(tmp_path)
-    with run_lock(tmp_path) as note:
-        assert why in note.rpartition(": ")[2]
+    with run_lock(tmp_path) as held:
+        assert why in held.note.rpartition(": ")[2]
 
 
 def test_a_number_that_no_process_can_have_is_of_one_that_is_gone(tmp_path):
@@ -188,9 +191,9 @@ def test_an_unreadable_lock_counts_by_its_age(content, tmp_path):
     with pytest.raises(UserError, match="unreadable"), run_lock(tmp_path):
         pass
     os.utime(path, (time.time() - 1000,) * 2)
-    with run_lock(tmp_path) as note:
-        assert "unreadable" in note
-        assert "not renewed for 1" in note
+    with run_lock(tmp_path) as held:
+        assert "unreadable" in held.note
+        assert "not renewed for 1" in held.note
 
 
 def test_a_held_lock_is_renewed(tmp_path, monkeypatch):
@@ -204,10 +207,51 @@ def test_a_held_lock_is_renewed(tmp_path, monkeypatch):
 
 
 def test_a_lock_that_was_deleted_and_taken_by_another_stays_the_others(tmp_path):
-    with run_lock(tmp_path):
+    with run_lock(tmp_path) as held:
+        assert held.problem() is None
         lock_path(tmp_path).unlink()
         path = write_lock(tmp_path, replace(ME, host="elsewhere"))
+        held.renew()
+        assert f"process {ME.process} on elsewhere, " in held.problem()
+        assert str(path) in held.problem()
     assert json.loads(path.read_text())["host"] == "elsewhere"
+
+
+def test_a_lock_that_was_deleted_comes_back(tmp_path):
+    with run_lock(tmp_path) as held:
+        lock_path(tmp_path).unlink()
+        assert held.problem() is None
+        held.renew()
+        with pytest.raises(UserError, match="in use"):
+            check_run_lock(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("instead", ["nothing", "an empty directory", "a link to it"])
+def test_a_directory_that_is_not_at_its_path_any_more_is_told(instead, tmp_path):
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    with run_lock(run_dir) as held:
+        run_dir.rename(tmp_path / "moved")
+        if instead == "an empty directory":
+            run_dir.mkdir()
+        elif instead == "a link to it":
+            run_dir.symlink_to(tmp_path / "moved")
+        held.renew()
+        assert (held.problem() is None) == (instead == "a link to it")
+        assert instead == "a link to it" or f"run_dir={run_dir} " in held.problem()
+        assert instead != "an empty directory" or list(run_dir.iterdir()) == []
+
+
+def test_a_lock_from_the_future_counts_from_when_it_is_seen(tmp_path):
+    """The file system's clock was set back: nothing else would ever make the lock old enough."""
+    path = write_lock(tmp_path, replace(ME, host="elsewhere"), age_s=-1e6)
+    with pytest.raises(UserError, match="in use"):
+        check_run_lock(tmp_path)
+    assert abs(path.stat().st_mtime - time.time()) < 60
+    os.utime(path, (time.time() - 1000,) * 2)
+    with run_lock(tmp_path) as held:
+        assert "not renewed for 1" in held.note
 
 
 @pytest.mark.parametrize("left_over", [False, True], ids=["no lock", "a lock left over"])
@@ -229,8 +273,8 @@ def test_a_start_that_waits_for_one_that_is_stuck_names_what_it_holds(tmp_path, 
     monkeypatch.setattr(module, "_JUDGE_S", 0.1)
     with FileLock(tmp_path / ".lock"), pytest.raises(UserError, match=str(tmp_path / ".lock")), run_lock(tmp_path):
         pass
-    with run_lock(tmp_path) as note:
-        assert note is None
+    with run_lock(tmp_path) as held:
+        assert held.note is None
 
 
 def test_a_second_run_is_refused_before_it_loads_torch(tmp_path, hold):

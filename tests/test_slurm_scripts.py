@@ -195,6 +195,27 @@ def test_how_a_run_ended_decides_whether_its_job_starts_again(code, saved, again
     assert (done.returncode, script.was_requeued) == (code, again_if_allowed), done.stdout + done.stderr
 
 
+def test_a_checkpoint_of_a_step_that_the_run_had_saved_before_counts_as_a_new_one(script):
+    """As after a rollback that gets as far again."""
+    for _ in range(2):
+        (script.folder / "scontrol").unlink(missing_ok=True)
+        script.run(SRUN_CODE="75", CHECKPOINT="step_00000010")
+        assert script.was_requeued
+
+
+@pytest.mark.parametrize("form", ["--config-dir={}", "--config-dir {}", "-cd {}"])
+def test_a_run_that_is_repeated_keeps_its_fp8_settings(form, script, tmp_path):
+    run = tmp_path / "a run"
+    run.mkdir()
+    for text in (None, "name: gpt"):
+        if text is not None:
+            (run / "config.yaml").write_text(text)
+        script.run(*(part.format(run) for part in form.split(" ")), "--config-name=config")
+        given = (script.folder / "srun").read_text().splitlines()
+        assert ("fp8=delayed" in given) == (text is None)
+        assert "--config-name=config" in given
+
+
 def test_failures_are_counted_in_a_row_and_a_new_checkpoint_forgives_them(script):
     requeued = []
     for checkpoint in ("", "", "step_00000010", "", ""):

@@ -1,9 +1,11 @@
 """What a run leaves is enough to go on: interrupted and resumed runs equal the one that was not."""
 
 import shutil
+from dataclasses import replace
 
 import pytest
 
+from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.forked_runs import fork_ranks
 from tests.runs import run_small, small_run_arguments
@@ -124,3 +126,21 @@ def test_finished_run_started_again_says_so_and_changes_nothing(finished_run, ca
     assert done.returncode == 0, done.stderr
     assert "the run has done 2 steps, and trainer.max_steps=2; raise it to continue" in done.stdout
     assert checkpoint.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_run_is_repeated_from_what_it_left(num_ranks, tmp_path, cache_dir):
+    layout = "parallelism=single" if num_ranks == 1 else "parallelism=tp2"
+    first = run_small(num_ranks, tmp_path / "run", cache_dir, [*SHORT, layout, "trainer.max_steps=2"])
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    saved = load_saved_config(tmp_path / "run" / "config.yaml")
+    arguments = ["-m", "gpt_pretrain", "--config-dir", str(tmp_path / "run"), "--config-name", "config"]
+    done = fork_ranks(num_ranks, [*arguments, f"run_dir={tmp_path / 'again'}"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert load_saved_config(tmp_path / "again" / "config.yaml") == replace(saved, run_dir=str(tmp_path / "again"))
+    assert curve(load_metrics(tmp_path / "again")) == curve(first)
+    # Without another directory it is the run itself, which goes on.
+    arguments[3] = str(tmp_path / "again")
+    done = fork_ranks(num_ranks, [*arguments, "trainer.max_steps=3"])
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert [start.step for start in load_metrics(tmp_path / "again").starts] == [0, 2]

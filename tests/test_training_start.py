@@ -63,11 +63,27 @@ def test_fp8_scales_are_dropped_only_where_there_are_some_and_only_on_purpose(fi
     with pytest.raises(UserError, match=told):
         start(*to_tensorwise, "trainer.max_steps=4")
     assert start(*to_tensorwise, "trainer.max_steps=4", RESET) == 0
-    assert f"warning: every resume drops FP8 scales and amax histories: {RESET}\n" in capsys.readouterr().out
+    assert f"warning: FP8 scales and amax histories of the checkpoint are dropped: {RESET}\n" in capsys.readouterr().out
     # Queued again, the same command goes on.
     assert start(*to_tensorwise, "trainer.max_steps=5", RESET) == 0
     assert f"note: {RESET} is ignored" in capsys.readouterr().out
     assert [record.step for record in load_metrics(run).starts] == [2, 3, 4]
+
+
+def test_fp8_scales_are_dropped_once_however_often_the_command_is_repeated(start, tmp_path, capsys):
+    run = tmp_path / "run"
+    start(run, *EMULATED)
+
+    def warned(max_steps, *overrides):
+        capsys.readouterr()
+        assert start(run, *EMULATED, f"trainer.max_steps={max_steps}", *overrides) == 0
+        return "warning: FP8 scales" in capsys.readouterr().out
+
+    assert warned(3, RESET)
+    assert not warned(4, RESET), "a requeued run keeps those that it has collected"
+    assert warned(5, RESET, "model.fp8_amax_history_len=16"), "those do not fit"
+    assert not warned(6, "model.fp8_amax_history_len=16")
+    assert warned(7, RESET, "model.fp8_amax_history_len=16"), "meant anew"
 
 
 @pytest.mark.parametrize("pointer", [None, b"\n", b"step_00000007\n", b"\xff\x00step"])

@@ -9,12 +9,14 @@ import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, read_manifest
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import fsync, publish_directory, unfinished_path, write_file
+from gpt_pretrain.config.files import fsync, publish_directory, remove, unfinished_path, write_file
 
 POINTER = "latest"
 _REMOVED = ".removed"
@@ -143,6 +145,25 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     return FoundCheckpoints(paths=complete, problem=problem)
 
 
+def name_in(directory: Path, path: Path) -> str:
+    """What a run calls a checkpoint: the name of one of its own, which moves with the run, or the real path."""
+    path = Path(os.path.realpath(path))
+    return path.name if path.parent == Path(os.path.realpath(directory)) else str(path)
+
+
+def progress_since(directory: Path, named: Path) -> FoundCheckpoints | None:
+    """What a run can resume from if its newest checkpoint descends from the one that a path names; else None.
+
+    The path itself may be gone: the run keeps its last checkpoints, not the one that it began with.
+    """
+    if not complete_checkpoints(directory):
+        return None
+    found = find_checkpoints(directory)
+    # If the newest one is garbled, the one before it knows; if none does, none may be given up.
+    newest = next((known for path in found.paths if (known := _manifest_of(path)) is not None), None)
+    return found if newest is None or name_in(directory, named) in newest.resumed_from else None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retention:
     """Which checkpoints of a run stay once another is complete."""
@@ -174,7 +195,47 @@ def unfinished_saves(directory: Path) -> list[Path]:
 def remove_unfinished(directory: Path) -> None:
     """Removes what killed saves have left in a run's directory of checkpoints, which need not exist."""
     for left in (*unfinished_saves(directory), *directory.glob(f".step_*{_REMOVED}")):
-        shutil.rmtree(left, ignore_errors=True)
+        # What stays is in the way only of a save of its own step.
+        with suppress(OSError):
+            remove(left)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A run's directory of checkpoints as it was: whether its path still leads to the run's checkpoints."""
+
+    directory: Path
+    identity: tuple[int, int] | None
+    """Device and inode; None: there was none."""
+    newest: Path | None
+    """The checkpoint that `latest` named."""
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """As it is now."""
+        return cls(directory=directory, identity=_identity(directory), newest=latest_checkpoint(directory))
+
+    def problem(self) -> str | None:
+        """Why nothing should be saved there now; None if it may, also if the directory was deleted or moved as a whole.
+
+        Another directory is the run's if it holds the newest checkpoint, as on another disk that a link leads to.
+        """
+        now = _identity(self.directory)
+        if now is None or now == self.identity or self.newest is None or self.newest.is_dir():
+            return None
+        return (
+            f"{self.directory} is another directory than before and lacks {self.newest.name}: is a disk missing? Put "
+            f"it back, or delete {self.directory} to save there anew"
+        )
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    try:
+        status = directory.stat()
+    except OSError:
+        # Saving there says more.
+        return None
+    return status.st_dev, status.st_ino
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,7 +269,7 @@ class Destination:
         whatever the retention says. After an OSError `latest` still names a complete checkpoint.
         """
         fsync(self.unfinished)
-        replaced = out_of_the_way(self.path) if self.path.exists() else None
+        replaced = out_of_the_way(self.path) if os.path.lexists(self.path) else None
         publish_directory(self.unfinished, self.path)
         write_file(self.directory / POINTER, self.path.name + "\n")
         # The new one is the last, even if the clock was set back.
@@ -227,5 +288,5 @@ def out_of_the_way(path: Path) -> Path:
     The next save removes the returned path if nobody else does.
     """
     removed = path.with_name(f".{path.name}{_REMOVED}")
-    shutil.rmtree(removed, ignore_errors=True)
+    remove(removed)
     return path.rename(removed)

@@ -21,10 +21,15 @@ from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
 from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelLoadStrategyWrapper
 from megatron.core.dist_checkpointing.utils import extract_sharded_base
 
+from gpt_pretrain.checkpoint.data_changes import compare_data, compare_tokenizers
 from gpt_pretrain.checkpoint.directory import (
+    POINTER,
+    FoundCheckpoints,
     complete_checkpoints,
     earlier_checkpoints,
     find_checkpoints,
+    name_in,
+    progress_since,
     step_of,
     time_after,
 )
@@ -130,8 +135,7 @@ def choose_start(config: CheckpointConfig, directory: Path) -> Start | None:
 
 def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
     if config.resume not in ("auto", "never"):
-        named = Path(config.resume).absolute()
-        return resume_from([named, *on_rank_zero(lambda: earlier_checkpoints(named))], fall_back=config.fall_back)
+        return _resume_from_path(config, directory)
     found = on_rank_zero(lambda: find_checkpoints(directory))
     if config.resume == "never" and found.paths:
         raise UserError(
@@ -142,16 +146,45 @@ def _find_start(config: CheckpointConfig, directory: Path) -> Start | None:
         if config.init_from is None:
             return None
         return Start(checkpoint=verify_checkpoint(Path(config.init_from).absolute()), weights_only=True)
-    # If nothing says which one is meant, the newest good one is the best answer.
-    start = resume_from(found.paths, fall_back=config.fall_back or found.problem is not None)
-    if found.problem is not None:
-        warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
-        start = replace(start, warnings=[warning, *start.warnings])
+    start = _resume_from_own(config, found)
     if config.init_from is not None:
         # A requeued run starts with the same command.
         note = f"checkpoint.init_from={config.init_from} is ignored: this run has checkpoints of its own"
         start = replace(start, notes=[note])
     return start
+
+
+def _resume_from_own(config: CheckpointConfig, found: FoundCheckpoints) -> Start:
+    """From the newest checkpoint of the run's own directory."""
+    # If nothing says which one is meant, the newest good one is the best answer.
+    fall_back = config.fall_back or found.problem is not None
+    start = resume_from(found.paths, fall_back=fall_back, afresh=_afresh(config))
+    if found.problem is None:
+        return start
+    warning = f"{found.problem}; continuing from {start.checkpoint.path.name}, the newest one that verifies"
+    return replace(start, warnings=[warning, *start.warnings])
+
+
+def _resume_from_path(config: CheckpointConfig, directory: Path) -> Start:
+    """From the checkpoint that `checkpoint.resume` names, unless the run has gone on from it before.
+
+    A job that is requeued names it again, and must not lose what it has done since.
+    """
+    named = Path(config.resume).absolute()
+    name = name_in(directory, named)
+    since = on_rank_zero(lambda: progress_since(directory, named))
+    if since is not None:
+        start = _resume_from_own(config, since)
+        again = "give another run_dir" if name == str(named) else f"write {name} into {directory / POINTER}"
+        note = (
+            f"checkpoint.resume={config.resume} is ignored: this run has gone on from there; to go back again, {again}"
+        )
+        return replace(start, notes=[note])
+    candidates = [named, *on_rank_zero(lambda: earlier_checkpoints(named))]
+    start = resume_from(candidates, fall_back=config.fall_back, afresh=_afresh(config))
+    manifest = start.checkpoint.manifest
+    manifest = replace(manifest, resumed_from=(*manifest.resumed_from, name))
+    return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
 
 
 def _give_up_others(start: Start, directory: Path) -> Start:
@@ -171,27 +204,35 @@ def _give_up_others(start: Start, directory: Path) -> Start:
     return replace(start, checkpoint=replace(start.checkpoint, manifest=manifest))
 
 
-def resume_from(candidates: Sequence[Path], *, fall_back: bool) -> Start:
-    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; every rank calls it."""
+def _afresh(config: CheckpointConfig) -> str:
+    """What begins a run anew."""
+    return "another run_dir" + ("" if config.resume in ("auto", "never") else " and checkpoint.resume=auto")
+
+
+def resume_from(candidates: Sequence[Path], *, fall_back: bool, afresh: str = "another run_dir") -> Start:
+    """Verifies the first candidate, or with `fall_back` finds the first one that verifies; every rank calls it.
+
+    `afresh` is what an error message offers to begin anew.
+    """
     passed_over: list[str] = []
     for path in candidates:
         try:
             checkpoint = verify_checkpoint(path)
         except UserError as error:
             if not fall_back:
-                raise UserError(f"{error}. {_way_out(candidates)}") from None
+                raise UserError(f"{error}. {_way_out(candidates, afresh)}") from None
             passed_over.append(f"{path} was skipped: {error}")
         else:
             return Start(checkpoint=checkpoint, weights_only=False, warnings=passed_over)
-    raise UserError(f"no checkpoint verifies. {'. '.join(passed_over[:_PROBLEMS_SHOWN])}. {_way_out(())}")
+    raise UserError(f"no checkpoint verifies. {'. '.join(passed_over[:_PROBLEMS_SHOWN])}. {_way_out((), afresh)}")
 
 
-def _way_out(candidates: Sequence[Path]) -> str:
+def _way_out(candidates: Sequence[Path], afresh: str) -> str:
     if len(candidates) < 2:
-        return "Put the files back from a copy, or start afresh with another run_dir"
+        return f"Put the files back from a copy, or start afresh with {afresh}"
     return (
         "Put the files back from a copy, continue from the newest earlier checkpoint that verifies with "
-        "checkpoint.fall_back=true, or start afresh with another run_dir"
+        f"checkpoint.fall_back=true, or start afresh with {afresh}"
     )
 
 
@@ -208,14 +249,19 @@ def load_checkpoint(
             `checkpoint.reset_fp8_state`; or of other data, unless `checkpoint.allow_data_change`.
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
-    notes = _compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
+    notes = compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
     if different := differences(current, manifest.architecture):
         raise UserError(
-            f"{path} holds another model: {different}; resume with the saved values, or give another run_dir"
+            f"{path} holds another model: {different}; resume with the saved values, or give "
+            f"{_afresh(config.checkpoint)}"
         )
     restores_fp8 = keeps_fp8_state(
-        path, trainable.model.spec.fp8, manifest.fp8, reset=config.checkpoint.reset_fp8_state
+        path,
+        trainable.model.spec.fp8,
+        manifest.fp8,
+        reset=config.checkpoint.reset_fp8_state,
+        was_reset=manifest.has_reset_fp8_state,
     )
     places = places_of_ranks(layout(model, torch.distributed.get_world_size()))
     restores_random_states = places == places_of_ranks(manifest.layout)
@@ -253,12 +299,10 @@ def load_weights(
     Schedule, moments, FP8 scales and position in the data start anew; masters and FP8 weights follow the weights.
 
     Raises:
-        UserError: The checkpoint is of another model or, unless `checkpoint.allow_data_change`, of another tokenizer.
+        UserError: The checkpoint is of another model or tokenizer.
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
-    saved = {name: value for name, value in manifest.data.items() if name == "tokenizer"}
-    own = {name: data[name] for name in saved if name in data}
-    notes = _compare_data(path, own, saved, allowed=config.checkpoint.allow_data_change)
+    notes = compare_tokenizers(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
     of_weights = {key: value for key, value in current.items() if key not in _NOT_OF_WEIGHTS}
     if different := differences(of_weights, manifest.architecture):
@@ -272,20 +316,6 @@ def load_weights(
         weights = {name: state[name] for name in chunks_by_name(trainable.model)}
         make_masters_from_weights(trainable.optimizer, trainable.model, weights)
     return Restored(progress=Progress(step=0, consumed_samples=0), notes=notes)
-
-
-def _compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, str], *, allowed: bool) -> list[str]:
-    """Notes on what has changed, if a change is allowed."""
-    changed = [name for name in sorted({*saved, *current}) if saved.get(name) != current.get(name)]
-    if not changed:
-        return []
-    what = f"{path} was saved with other data: {', '.join(changed)} changed"
-    if not allowed:
-        raise UserError(
-            f"{what}; give the run what the saved one had (model.data and model.tokenizer), or continue with the "
-            "new data: checkpoint.allow_data_change=true"
-        )
-    return [f"{what}; continuing with the new data (checkpoint.allow_data_change=true)"]
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:

@@ -63,6 +63,8 @@ class Progress(JsonObject):
     given_up: tuple[tuple[int, float], ...] = ()
     """Which checkpoints of the directory belong to attempts that were given up: pairs of a step and a time, for those
     of that step or a later one that were saved before that time (`directory.is_given_up`)."""
+    resumed_from: tuple[str, ...] = ()
+    """Which checkpoints `checkpoint.resume=PATH` has named on the way here (`directory.name_in`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,6 +94,12 @@ class Manifest(Progress):
     def num_bytes(self) -> int:
         """Bytes of all files together."""
         return sum(file.num_bytes for file in self.files.values())
+
+    @property
+    def has_reset_fp8_state(self) -> bool:
+        """Whether its run was started with `checkpoint.reset_fp8_state`, so that its FP8 scales are from since then."""
+        section = self.config.get("checkpoint")
+        return isinstance(section, dict) and section.get("reset_fp8_state") is True
 
     @property
     def progress(self) -> Progress:

@@ -13,9 +13,9 @@ beside CUDA, and the next step knows what went wrong.
 import shutil
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent import futures
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,6 +37,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from gpt_pretrain.checkpoint.directory import (
     KEEP_ALL,
     Destination,
+    Place,
     Retention,
     checkpoint_path,
     latest_checkpoint,
@@ -58,6 +59,9 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.delayed import state_digests
 from gpt_pretrain.megatron.parallel import on_rank_zero
+
+# Why a run should not write to its directory, or None.
+type PlaceProblem = Callable[[], str | None]
 
 
 class _Planned(FileSystemWriter):
@@ -140,11 +144,22 @@ class _Running:
 class CheckpointSaver:
     """Saves a run's checkpoints, one at a time; a context manager that waits for the last one. Every rank has one.
 
-    `data` has the fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`).
+    `data` has the fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`). Rank 0 asks
+    `place_problem` before each save.
     """
 
-    def __init__(self, directory: Path, trainable: Trainable, config: Config, data: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        trainable: Trainable,
+        config: Config,
+        data: Mapping[str, str],
+        *,
+        place_problem: PlaceProblem = lambda: None,
+    ) -> None:
         self.directory = directory
+        self._place_problem = place_problem
+        self._place = Place.of(directory)
         self._trainable = trainable
         self._config = config.checkpoint
         self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
@@ -241,11 +256,16 @@ class CheckpointSaver:
         problem, num_bytes = None, 0
         try:
             num_bytes, ended = running.written.result()
+            self._place = replace(self._place, newest=checkpoint_path(self.directory, running.progress.step))
         except Exception as error:  # whatever the writer died of
             ended = time.monotonic()
-            why = str(error) if isinstance(error, SaveProblem) else f"{type(error).__name__}: {error}"
+            why = f"{type(error).__name__}: {error}"
+            if isinstance(error, SaveProblem):
+                # All ranks have met it. A directory that was moved meanwhile says more than a file that is missing.
+                why = on_rank_zero(self._place_problem) or str(error)
             newest = latest_checkpoint(self.directory)
-            stands = "there is none yet" if newest is None else f"the newest complete one is {newest}"
+            none = "there is none yet" if self.directory.parent.is_dir() else f"{self.directory.parent} is gone"
+            stands = none if newest is None else f"the newest complete one is {newest}"
             problem = f"the checkpoint of step {running.progress.step} could not be saved: {why}; {stands}"
         # This wait counts towards the stall of the next save.
         self._waited_s = time.monotonic() - began
@@ -268,7 +288,11 @@ class CheckpointSaver:
 
         def begin() -> str | None:
             try:
+                problem = self._place_problem() or self._place.problem()
+                if problem is not None:
+                    return problem
                 destination.clear()
+                self._place = Place.of(self.directory)
                 free = shutil.disk_usage(self.directory).free
                 if free < needed:
                     return (

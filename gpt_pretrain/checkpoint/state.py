@@ -227,16 +227,21 @@ def _describe_fp8(settings: Fp8Settings) -> dict[str, str]:
     return described
 
 
-def keeps_fp8_state(path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool) -> bool:
+def keeps_fp8_state(
+    path: Path, settings: Fp8Settings | None, saved: Mapping[str, str], *, reset: bool, was_reset: bool = False
+) -> bool:
     """Whether FP8 scales and histories are restored; they are not if the checkpoint has none.
 
     `saved` is the checkpoint's `describe_fp8_state`. Without `reset` (`checkpoint.reset_fp8_state`) a run that has no
-    scales, or scales of another kind, is refused by a UserError.
+    scales, or scales of another kind, is refused by a UserError. With it they are dropped, but only once: a run that
+    `was_reset` when it saved them has collected them since, and is started again with the same command.
     """
-    if reset or not saved:
+    if not saved:
         return False
     current = {"model.fp8": "false"} if settings is None else _describe_fp8(settings)
     different = differences(current, {"model.fp8": "true", **saved})
+    if reset and (different or not was_reset):
+        return False
     if different:
         raise UserError(
             f"{path} holds the FP8 scales of another recipe: {different}; resume with the saved values, or drop its "

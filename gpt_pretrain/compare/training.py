@@ -23,7 +23,7 @@ from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, plan_runs
 from gpt_pretrain.config.errors import ConfigError, RunError
-from gpt_pretrain.config.files import parse_json, write_file
+from gpt_pretrain.config.files import parse_json, read_foreign_text, write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.run_dir import run_lock
@@ -102,7 +102,7 @@ def _newest_record(run: PlannedRun) -> TrainRecord | None:
     run is compared.
     """
     path = metrics_path(run.run_dir)
-    if not path.exists():
+    if not path.is_file():
         return None
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL_BYTES))
@@ -131,9 +131,9 @@ def train_variants(
     launcher = Loader(source).compose(list(overrides)).hydra.launcher
     submission = read_submission(launcher) if is_submission(launcher) else None
     runs = plan_runs(config, source, overrides, run_dir, submission)
-    with run_lock(run_dir) as note:
-        if note is not None:
-            print_line(console, f"note: {note}")
+    with run_lock(run_dir) as held:
+        if held.note is not None:
+            print_line(console, f"note: {held.note}")
         if submission is None:
             runs = _refused_here(runs, source, overrides, run_dir)
         _tell_left_out(runs, console)
@@ -218,8 +218,9 @@ def _train(
 def _hand_over(run: PlannedRun, source: Source, starts: Path) -> str:
     """Submits a run to Slurm unless it has a job already; says which job it is."""
     job = starts / _JOB
-    if job.exists() and has_job(number := job.read_text(encoding="utf-8").strip()):
-        return f"job {number} has it"
+    with suppress(FileNotFoundError):
+        if has_job(number := read_foreign_text(job).strip()):
+            return f"job {number} has it"
     (planned,) = check_command(Loader(source), run.overrides, multirun=True)
     assert planned.submission is not None, "the command line hands its runs to Slurm"
     number = submit(planned.submission, run.run_dir, planned.arguments)

@@ -1,7 +1,8 @@
 """Files: where `conf/` is, how this package writes files, and how it reads files from elsewhere.
 
 Writes are atomic: after a crash or a power cut there is either the whole new file or directory, or the old one. Every
-package may import `config`, so the only such writer is here.
+package may import `config`, so the only such writer is here. What stands in for a file is never written through: a
+link, a pipe or a device under an unfinished name is removed, and one under the name of a log is refused.
 
 Reads are bounded: a pipe, a file that is no text, and JSON or YAML that is huge or deep end in a one-line error.
 Nothing in a file is looked up in the environment, resolved or run.
@@ -14,10 +15,10 @@ import re
 import shutil
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
-from typing import Any, Never
+from typing import Any, Never, TextIO
 
 from gpt_pretrain.config.errors import ConfigError, UserError
 
@@ -91,6 +92,19 @@ def named(path: Path) -> Iterator[None]:
         raise
 
 
+def remove(path: Path) -> None:
+    """Removes whatever has this name, if anything: a file, a link but not its target, or a directory and all in it.
+
+    Raises:
+        OSError: It cannot be removed.
+    """
+    with suppress(FileNotFoundError):
+        if stat.S_ISDIR(path.lstat().st_mode):
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
 def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
     """Replaces a text file atomically; one process at a time may write it.
 
@@ -99,18 +113,61 @@ def write_file(path: Path, text: str, *, wait_for_disk: bool = True) -> None:
     Raises:
         OSError: The disk is full, or the directory is not writable; the file is unchanged.
     """
+    _replace(path, text.encode(), wait_for_disk=wait_for_disk)
+
+
+def _replace(path: Path, content: bytes, *, wait_for_disk: bool = True) -> None:
     unfinished = unfinished_path(path)
     try:
         with named(path):
-            unfinished.write_text(text, encoding="utf-8")
+            remove(unfinished)
+            # A new file ("x"), so that nothing that has come in between is followed.
+            with unfinished.open("xb") as file:
+                file.write(content)
             if wait_for_disk:
                 fsync(unfinished)
             os.replace(unfinished, path)
     except OSError:
-        unfinished.unlink(missing_ok=True)
+        # If it was not this process that could not write it, it may not be able to remove it either.
+        with suppress(OSError):
+            remove(unfinished)
         raise
     if wait_for_disk:
         fsync(path.parent)
+
+
+def check_own_file(path: Path) -> None:
+    """Refuses what stands in for a file that this package writes in place; a file that is missing passes.
+
+    Raises:
+        ForeignFileError: It is a link, a pipe, a device, a socket or a directory.
+    """
+    with suppress(FileNotFoundError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ForeignFileError(f"{path} is not a regular file, and a run writes a file of its own there; delete it")
+
+
+def open_to_append(path: Path, *, replaces: bool = False) -> TextIO:
+    """Opens a text file of this package's own to append to it, and to read it; makes it if it is missing.
+
+    If it has another name too, as in a backup made of hard links, it becomes a copy: the other stays as it is. With
+    `replaces` a link, a pipe or a device in its place is removed.
+
+    Raises:
+        ForeignFileError: Something else stands in for it (`check_own_file`).
+        OSError: It cannot be opened.
+    """
+    try:
+        check_own_file(path)
+    except ForeignFileError:
+        if not replaces or stat.S_ISDIR(path.lstat().st_mode):
+            raise
+        path.unlink()
+    if os.path.lexists(path) and path.lstat().st_nlink > 1:
+        _replace(path, read_regular(path))
+    # Neither through a link nor waiting at a pipe that has come in between.
+    in_place = os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(path, "a+", encoding="utf-8", opener=lambda name, flags: os.open(name, flags | in_place, 0o666))
 
 
 @contextmanager
@@ -124,8 +181,7 @@ def new_directory(path: Path) -> Iterator[Path]:
         OSError: The disk cannot take it; nothing is left behind.
     """
     unfinished = unfinished_path(path)
-    if unfinished.exists():
-        shutil.rmtree(unfinished)
+    remove(unfinished)
     unfinished.mkdir(parents=True)
     try:
         yield unfinished
@@ -171,6 +227,21 @@ def check_regular(path: Path, status: os.stat_result | None = None) -> None:
         raise ForeignFileError(f"{path} cannot be read: it is not a regular file")
 
 
+def read_regular(path: Path, *, most: int | None = None) -> bytes:
+    """All bytes of a regular file, never waiting for a pipe's writer.
+
+    Raises:
+        ForeignFileError: It is something else, or has more than `most` bytes.
+        OSError: It is missing or cannot be read.
+    """
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        check_regular(path, status)
+        if most is not None and status.st_size > most:
+            raise ForeignFileError(f"{path} cannot be read: {status.st_size:,} bytes are no file of its kind")
+        return file.read()
+
+
 def read_foreign_text(path: Path) -> str:
     """A whole file of UTF-8.
 
@@ -179,13 +250,7 @@ def read_foreign_text(path: Path) -> str:
         ForeignFileError: It is a pipe, a device or a directory, huge, unreadable, or not UTF-8.
     """
     try:
-        # Without O_NONBLOCK, opening a pipe would wait for its writer.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            check_regular(path, status)
-            if status.st_size > _LARGEST_BYTES:
-                raise ForeignFileError(f"{path} cannot be read: {status.st_size:,} bytes are no file of its kind")
-            return file.read().decode("utf-8")
+        return read_regular(path, most=_LARGEST_BYTES).decode("utf-8")
     except FileNotFoundError:
         raise
     except (OSError, UnicodeDecodeError) as error:

@@ -76,6 +76,8 @@ _LATER_KEYS = {
     },
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }
+# Sections of every configuration that a run has saved. A user's own file of a few keys lacks some.
+_SAVED_SECTIONS = {"model", "trainer", "checkpoint", "logging", "sample"}
 # Behind an even number of backslashes.
 _LOOKED_UP = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 
@@ -185,6 +187,28 @@ def load_saved_config(path: Path) -> Config:
     Raises:
         ConfigError: The file is missing, is no YAML, or does not fit the schema.
     """
+    config, problems = read_saved_config(_load_yaml(path))
+    if config is None:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return config
+
+
+def load_saved_values(path: Path) -> DictConfig | None:
+    """The values of a whole configuration that a run of this or an earlier version has saved; None for another file.
+
+    Raises:
+        ConfigError: The file is missing or no YAML, or its values would be looked up.
+    """
+    saved = _load_yaml(path)
+    if "defaults" in saved or not set(saved) >= _SAVED_SECTIONS:
+        return None
+    whole, problems = _whole(saved)
+    if problems:
+        raise ConfigError([f"{path}: {problem}" for problem in problems])
+    return whole
+
+
+def _load_yaml(path: Path) -> DictConfig:
     try:
         check_yaml(path)
         composed = OmegaConf.load(path)
@@ -196,19 +220,20 @@ def load_saved_config(path: Path) -> Config:
         raise ConfigError([f"{path} cannot be read: {error}"]) from error
     if not isinstance(composed, DictConfig):
         raise ConfigError([f"{path} holds no configuration but a list"])
-    config, problems = read_saved_config(composed)
-    if config is None:
-        raise ConfigError([f"{path}: {problem}" for problem in problems])
-    return config
+    return composed
 
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
     """`read_config` for what a run of this or an earlier version (`_LATER_KEYS`) has saved."""
-    if looked_up := list(_interpolations(OmegaConf.to_container(saved, resolve=False))):
-        return None, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
+    whole, problems = _whole(saved)
+    return (None, problems) if problems else read_config(whole)
+
+
+def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
+    looked_up = _interpolations(OmegaConf.to_container(saved, resolve=False))
     whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
     assert isinstance(whole, DictConfig)
-    return read_config(whole)
+    return whole, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
 
 
 def _interpolations(value: Any, path: str = "") -> Iterator[str]:

@@ -378,17 +378,18 @@ class CheckpointConfig:
     the next interval. If the last checkpoint of a run fails, the exit code is always 1."""
     resume: str
     """auto (from the newest checkpoint of run_dir, if any), never, or the path of a checkpoint; from any parallel
-    layout."""
+    layout. A path counts once: started again with it, the run goes on from its own checkpoints."""
     fall_back: bool
     """If the checkpoint to resume from is damaged, resume from the newest earlier one that verifies, and say so."""
     init_from: str | None
     """Path of a checkpoint whose weights a new run starts from, without optimizer, schedule or position in the data. A
     run that has its own checkpoints resumes from those. null: fresh weights."""
     allow_data_change: bool
-    """Allow data or a tokenizer that differ from the checkpoint's; consumed samples count in the new data."""
+    """Allow data or a tokenizer that differ from the checkpoint's; consumed samples count in the new data. With
+    init_from: allow token ids of which nobody knows the tokenizer."""
     reset_fp8_state: bool
     """Drop the checkpoint's FP8 scales and amax histories on purpose, after a change of recipe, history or TE version,
-    or to BF16. Only when resuming."""
+    or to BF16. Only when resuming, and once: started again with it, the run keeps those collected since."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -2,8 +2,12 @@
 
 `--config-dir` is searched after `conf/`, `--config-path` replaces it. Hydra's own code composes, so the gate checks
 exactly what Hydra runs.
+
+If `--config-dir` is a run's directory, its `config.yaml` takes the place of every value in the files: it is whole and
+has no defaults list. Options that the command line chooses come over it, then the keys.
 """
 
+import os
 import pickle
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,7 +23,7 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository, IConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
-from hydra.core.default_element import ResultDefault
+from hydra.core.default_element import GroupDefault, ResultDefault
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
@@ -32,6 +36,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import check_yaml, find_conf_dir
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
+from gpt_pretrain.config.load import load_saved_values
 
 JOB_NAME = "gpt_pretrain"
 
@@ -46,6 +51,14 @@ class Source:
     config_name: str = "config"
     config_path: Path = field(default_factory=find_conf_dir)
     config_dir: Path | None = None
+
+    @property
+    def saved_config(self) -> Path | None:
+        """The `config.yaml` in `config_dir` if it is the primary file, as in the directory of a run."""
+        if self.config_dir is None or self.config_name.removesuffix(".yaml") != "config":
+            return None
+        path = self.config_dir / "config.yaml"
+        return path if os.path.lexists(path) else None
 
 
 def check_source(source: Source) -> None:
@@ -181,6 +194,9 @@ class Loader(ConfigLoaderImpl):
             )
         super().__init__(search_path)
         self.source = source
+        self.saved = None if source.saved_config is None else load_saved_values(source.saved_config)
+        """Values of a run's directory, which options that the command line chooses override."""
+        self._chosen: set[str] = set()
         self._files = _Files(search_path)
         self.repository = self._files
         # Compositions with their files, and the files of the last one.
@@ -193,6 +209,9 @@ class Loader(ConfigLoaderImpl):
         """Hydra's own, once per command line, so that resolvers such as `${now:}` give one answer."""
         key = (run_mode.name, *overrides)
         if key not in self._composed:
+            # Groups, and keys, which name no folder. `model={…}` sets keys.
+            options = (line.partition("=") for line in overrides)
+            self._chosen = {name.lstrip("+") for name, _, option in options if not option.startswith("{")}
             composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
             # Checked here because Hydra composes nowhere else, and acts on the result.
             for default, file in self._read(self._merged):
@@ -208,7 +227,26 @@ class Loader(ConfigLoaderImpl):
         files = tuple((repr(default), self._files.key(str(default.config_path)) or ()) for default in defaults)
         if files not in _MERGED:
             _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
-        return _MERGED[files].copy()
+        merged = _MERGED[files].copy()
+        if self.saved is not None:
+            chosen = super()._compose_config_from_defaults_list(self._chosen_files(defaults), repo)
+            for name, values in self.saved.items():
+                merged[name] = values
+            merged.merge_with(chosen)
+        return merged
+
+    def _chosen_files(self, defaults: Sequence[ResultDefault]) -> list[ResultDefault]:
+        """The files of the options that the command line chooses, also through an experiment, in their order."""
+        groups, number = set(self._chosen), -1
+        while len(groups) != number:
+            number, paths = len(groups), set[str]()
+            for default, file in self._read(defaults):
+                path = str(default.config_path)
+                if path.rpartition("/")[0] in groups or default.parent in paths:
+                    paths.add(path)
+                    others = (each for each in file.defaults_list or [] if isinstance(each, GroupDefault))
+                    groups |= {str(other.group).lstrip("/") for other in others if other.override}
+        return [default for default in defaults if default.config_path in paths]
 
     def compose(self, overrides: Sequence[str], run_mode: RunMode = RunMode.RUN) -> DictConfig:
         """Hydra's composition, its `hydra` section included.

@@ -26,7 +26,8 @@ from gpt_pretrain.data.token_files import (
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
 from gpt_pretrain.launch.signals import ended_while_waiting
 
-# The tokenizer's fingerprint where the data are token ids.
+# Among the fingerprints the tokenizer's, and its value where the data are token ids.
+TOKENIZER = "tokenizer"
 NO_TOKENIZER = "none"
 # What opens each kind of data: text to tokenize, token files, or None for random tokens.
 SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
@@ -97,7 +98,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             prefixes=(),
             weights=(),
             tokenizer=None,
-            fingerprints={"tokenizer": NO_TOKENIZER, "tokens": key},
+            fingerprints={TOKENIZER: NO_TOKENIZER, "tokens": key},
             files_key=key,
             splits=(),
         )
@@ -131,7 +132,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         weights=weights,
         tokenizer=tokenizer,
         fingerprints={
-            "tokenizer": tokenizer_key or NO_TOKENIZER,
+            TOKENIZER: tokenizer_key or NO_TOKENIZER,
             "tokens": fingerprint([content_fingerprint(file) for file in files]),
             "shares of the token files": fingerprint(weights),
             "splits": fingerprint(split_matrix(model.data.splits_string)),

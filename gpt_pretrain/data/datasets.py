@@ -29,7 +29,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from gpt_pretrain.config.errors import UserError, format_bytes, reason
-from gpt_pretrain.config.files import check_regular
+from gpt_pretrain.config.files import check_regular, remove
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
@@ -160,9 +160,9 @@ def build_datasets(
             # megatron-core would also load a pickle.
             numpy.load(path, mmap_mode="r", allow_pickle=False)
         with lock:
-            if writes and index.exists() and not (index / _COMPLETE).exists():
+            if writes and not (index / _COMPLETE).exists():
                 # A process that died left it; megatron-core would take half a file for a complete one.
-                shutil.rmtree(index)
+                remove(index)
             builder.build()
             if writes:
                 (index / _COMPLETE).touch()

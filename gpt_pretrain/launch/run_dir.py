@@ -5,33 +5,31 @@
 run: a lost node keeps its locks on a network file system, and nobody could say whose they are. So the file is valid as
 long as its process lives:
 
-- On the same host the process is looked up by its number and its start time, because numbers are reused.
-- Another host cannot be asked. There the file's age decides, as its run renews it every RENEW_S: after STALE_S it is
+- Under the same kernel the process is looked up by its number and its start time, because numbers are reused. The
+  identity of the kernel's boot tells, not the host's name, which several machines may have.
+- Anywhere else, also after a reboot, the file's age decides, as its run renews it every RENEW_S: after STALE_S it is
   left over. Both times are the file system's, so the hosts' clocks do not matter.
 - A job that Slurm has restarted takes over the file of its own earlier start at once.
+
+`HeldDirectory` also notices if the path leads to another directory while the run lives, or the file to another run.
 """
 
 import itertools
-import json
 import os
-import re
-import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, fields
 from datetime import datetime
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 from filelock import FileLock, Timeout
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import parse_json, write_file
+from gpt_pretrain.config.files import check_own_file, read_regular, write_file
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.launch.proc import start_of
+from gpt_pretrain.launch.process import Process, this_process
 
 RENEW_S = 20.0
 STALE_S = 120.0
@@ -46,81 +44,6 @@ _SIGNS: Mapping[Kind, tuple[str, ...]] = {
 }
 # Reading and writing a small file takes milliseconds, even with several starts at once.
 _JUDGE_S = 30.0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Process:
-    """A process of a run, as others on any host know it."""
-
-    host: str
-    process: int
-    start: int | None
-    """Clock ticks from the host's boot to the process's start (proc(5), stat, field 22); None without /proc."""
-    boot: str | None
-    """Identity of that boot."""
-    namespace: str | None
-    """Where the number is valid: each container on a host counts from 1."""
-    job: str | None
-    """Slurm's job, if any."""
-    restarts: int
-    """How often Slurm had restarted the job."""
-    since: str
-    """Date and time of the start, for the user."""
-
-    def __str__(self) -> str:
-        job = "" if self.job is None else f" (Slurm job {self.job})"
-        return f"process {self.process} on {self.host}{job}, started {self.since}"
-
-    def to_json(self) -> str:
-        """One line; `read` reads it."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str | bytes) -> Self | None:
-        """What `to_json` wrote; None for anything else, such as a file truncated by a full disk."""
-        try:
-            read = cls(**parse_json(text))
-        except (ValueError, TypeError):
-            return None
-        # A field's type is a class or a union of some, not their names.
-        fits = all(isinstance(getattr(read, field.name), field.type) for field in fields(cls))  # type: ignore[arg-type]
-        return read if fits and read.process > 0 else None
-
-    def can_see(self, other: "Process") -> bool:
-        """Whether the other's number means the same process here."""
-        return (other.host, other.boot, other.namespace) == (self.host, self.boot, self.namespace)
-
-    def has_ended(self) -> bool:
-        """Whether it is gone, asked by a process that can see it; a reused number is another process."""
-        if start_of(self.process) != self.start:
-            return True
-        try:
-            os.kill(self.process, 0)
-        except (ProcessLookupError, OverflowError):
-            return True
-        except PermissionError:
-            # Another user's process lives, but may not be signaled.
-            return False
-        return False
-
-
-def this_process() -> Process:
-    """The calling process."""
-    restarts = os.environ.get("SLURM_RESTART_COUNT", "")
-    boot = namespace = None
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
-        namespace = os.readlink("/proc/self/ns/pid")
-    return Process(
-        host=socket.gethostname(),
-        process=os.getpid(),
-        start=start_of(os.getpid()),
-        boot=boot,
-        namespace=namespace,
-        job=os.environ.get("SLURM_JOB_ID"),
-        restarts=int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
-        since=f"{datetime.now():%Y-%m-%d %H:%M:%S}",
-    )
 
 
 def check_run_dir(config: Config, kind: Kind | None = None) -> None:
@@ -203,45 +126,112 @@ def check_run_lock(run_dir: Path) -> None:
 
 
 @contextmanager
-def run_lock(run_dir: Path) -> Iterator[str | None]:
-    """Holds an existing directory, unless a living run does; yields a note if it took over a left-over lock."""
+def run_lock(run_dir: Path) -> Iterator["HeldDirectory"]:
+    """Holds an existing directory, unless a living run does.
+
+    Raises:
+        UserError: A living run does; or the directory gives no lock.
+    """
     path, note = lock_path(run_dir), None
     _check_no_link(run_dir)
     with _judging(path):
         with suppress(FileNotFoundError):
             note = f"took over {_check_left_over(path)}"
-        # A new file: the old one's process may live after all, but renews and deletes only its own.
-        write_file(path, this_process().to_json() + "\n")
-        file = os.open(path, os.O_RDWR)
+        held = HeldDirectory(run_dir, note)
     released = threading.Event()
 
     def renew() -> None:
         while not released.wait(RENEW_S):
             # The file system may be away; the next time may succeed.
-            with suppress(OSError):
-                os.utime(file)
+            with suppress(OSError, UserError):
+                held.renew()
 
     renewal = threading.Thread(target=renew, name="renew-run-lock", daemon=True)
     renewal.start()
     try:
-        yield note
+        yield held
     finally:
         released.set()
         renewal.join()
-        # Somebody may have deleted it, as error messages suggest, and another run may have made its own.
-        with suppress(OSError, UserError), _judging(path):
-            if os.path.samestat(os.fstat(file), path.stat()):
-                path.unlink()
-                _guard_path(path).unlink(missing_ok=True)
-        os.close(file)
+        held.release()
+
+
+class HeldDirectory:
+    """A run directory that this process holds: made while its lock file may be written (`_judging`)."""
+
+    def __init__(self, run_dir: Path, note: str | None) -> None:
+        self.note = note
+        """Whose left-over lock it took over and why, for the user; None if there was none."""
+        self._run_dir = run_dir
+        self._path = lock_path(run_dir)
+        self._lock = self._new_lock()
+        self._directory = os.open(run_dir, os.O_RDONLY)
+        # Not every file system gives a file one number for as long as it is open.
+        self._is_watched = _leads_to(run_dir, self._directory) and _leads_to(self._path, self._lock)
+
+    def _new_lock(self) -> int:
+        # A new file: the old one's process may live after all, but renews and deletes only its own.
+        write_file(self._path, this_process().to_json() + "\n")
+        return os.open(self._path, os.O_RDWR | os.O_NOFOLLOW)
+
+    def problem(self) -> str | None:
+        """Why this process should write there no more, and what to do; None if nothing speaks against it."""
+        if not self._is_watched:
+            return None
+        if not _leads_to(self._run_dir, self._directory):
+            return (
+                f"run_dir={self._run_dir} is not the directory any more in which this run began: it was moved or "
+                "deleted, or its disk unmounted; put it back at this path, or end the run and start it again with the "
+                "directory's new place as run_dir"
+            )
+        if _leads_to(self._path, self._lock) or not os.path.lexists(self._path):
+            return None
+        holder = Process.read(read_regular(self._path))
+        return (
+            f"run_dir={self._run_dir} is held by another run, {holder or 'which is unknown'}: this run's lock "
+            f"{self._path} was deleted or replaced while it trained; end one of the two"
+        )
+
+    def renew(self) -> None:
+        """Shows others that this process lives; makes the lock file anew if somebody has deleted it.
+
+        Raises:
+            OSError: The file system is away.
+            UserError: Another start judges the file for too long.
+        """
+        os.utime(self._lock)
+        if os.path.lexists(self._path) or not _leads_to(self._run_dir, self._directory):
+            return
+        with _judging(self._path):
+            if not os.path.lexists(self._path):
+                deleted, self._lock = self._lock, self._new_lock()
+                os.close(deleted)
+
+    def release(self) -> None:
+        """Deletes the lock file, unless it is another run's by now: error messages suggest to delete it."""
+        with suppress(OSError, UserError):
+            if _leads_to(self._run_dir, self._directory):
+                with _judging(self._path):
+                    if _leads_to(self._path, self._lock):
+                        self._path.unlink()
+                        _guard_path(self._path).unlink(missing_ok=True)
+        os.close(self._lock)
+        os.close(self._directory)
+
+
+def _leads_to(path: Path, descriptor: int) -> bool:
+    """Whether a path leads to an open file or directory; also true if the file system does not say."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
 
 
 def _check_no_link(run_dir: Path) -> None:
     """Refuses links, which would lead to a lock elsewhere or to nothing, and pipes."""
-    for path in (lock_path(run_dir), _guard_path(lock_path(run_dir))):
-        with suppress(OSError):
-            if not stat.S_ISREG(path.lstat().st_mode):
-                raise UserError(f"{path} is not a regular file, which a run needs to hold its directory; delete it")
+    with suppress(OSError):
+        for path in (lock_path(run_dir), _guard_path(lock_path(run_dir))):
+            check_own_file(path)
 
 
 def _guard_path(path: Path) -> Path:
@@ -269,16 +259,15 @@ def _judging(path: Path) -> Iterator[None]:
 
 def _check_left_over(path: Path) -> str:
     """Whose lock it is and why it can be taken over; a UserError if it cannot be."""
-    holder, me = Process.read(path.read_bytes()), this_process()
+    holder, me = Process.read(read_regular(path)), this_process()
     if holder is None:
         whose, known = "an unreadable lock", "one whose lock is unreadable"
     else:
         whose, known = f"the lock of {holder}", str(holder)
-        if holder.job is not None and holder.job == me.job and holder.restarts < me.restarts:
+        if me.restarts_job_of(holder):
             return f"{whose}: Slurm has restarted that job"
-        if holder.host == me.host and holder.boot != me.boot:
-            return f"{whose}: its host has rebooted since"
-        if me.can_see(holder):
+        # Without a boot's identity another machine of the same name could be meant.
+        if me.boot is not None and me.can_see(holder):
             if holder.has_ended():
                 return f"{whose}: that process is gone"
             raise UserError(
@@ -287,6 +276,10 @@ def _check_left_over(path: Path) -> str:
             )
     with tempfile.TemporaryFile(dir=path.parent) as now:
         age_s = os.fstat(now.fileno()).st_mtime - path.stat().st_mtime
+    if age_s < -RENEW_S:
+        # The file system's clock was set back. From now on the age tells again; a living run renews it anyway.
+        with suppress(OSError):
+            os.utime(path)
     if age_s > STALE_S:
         return f"{whose}: it was not renewed for {age_s:.0f} s"
     raise UserError(

@@ -10,16 +10,17 @@ W&B's cannot.
 
 import json
 import os
+import stat
 import time
 import uuid
 from collections.abc import Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
-from gpt_pretrain.config.files import check_regular, named, write_file
+from gpt_pretrain.config.files import named, open_to_append, read_foreign_text, read_regular, write_file
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.records import (
@@ -51,14 +52,54 @@ class MetricsFile:
     def __init__(self, run_dir: str | Path) -> None:
         self.path = metrics_path(run_dir)
         self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._directory = self.path.parent.stat()
+        self._file = open_to_append(self.path)
         _mend_last_line(self.path)
-        self._file = self.path.open("a", encoding="utf-8")
+        # Not every file system gives a file one number for as long as it is open.
+        self._is_watched = self._leads_here()
 
-    def write(self, record: Record) -> None:
-        """Appends one record."""
+    def write(self, record: Record) -> str | None:
+        """Appends one record; a warning for the user if the file was not at its place any more."""
         with named(self.path):
+            warning = self._find_place() if self._is_watched and not self._is_in_place() else None
             self._file.write(record.to_line() + "\n")
             self._file.flush()
+        return warning
+
+    def _is_in_place(self) -> bool:
+        """Whether the path leads to the open file, or the whole run directory is elsewhere, of which the saves tell."""
+        with suppress(FileNotFoundError):
+            if self._leads_here():
+                return True
+        with suppress(OSError):
+            return not os.path.samestat(self.path.parent.stat(), self._directory)
+        return True
+
+    def _leads_here(self) -> bool:
+        """Also true if the file system does not say."""
+        try:
+            return os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return True
+
+    def _find_place(self) -> str:
+        """Opens the file at the path. If it is missing or new, as log rotation leaves it, all records come back."""
+        with suppress(FileNotFoundError):
+            place = self.path.lstat()
+            if stat.S_ISREG(place.st_mode) and place.st_size > 0:
+                self._reopen()
+                return f"{self.path} was replaced by another file while the run wrote there; its records go on in it"
+        content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
+        write_file(self.path, content.decode())
+        self._reopen()
+        return f"{self.path} was deleted or moved while the run wrote there; it is back with all of the run's records"
+
+    def _reopen(self) -> None:
+        opened = open_to_append(self.path)
+        self._file.close()
+        self._file = opened
 
     def close(self) -> None:
         """Waits until the disk has the records and closes the file."""
@@ -69,10 +110,7 @@ class MetricsFile:
 
 def _mend_last_line(path: Path) -> None:
     """Completes or removes a last line without a newline, to which the next record would be appended."""
-    if not path.exists():
-        return
-    check_regular(path)
-    content = path.read_bytes()
+    content = read_regular(path)
     if not content or content.endswith(b"\n"):
         return
     end_of_lines = content.rfind(b"\n") + 1
@@ -144,8 +182,7 @@ def load_metrics(run_dir: str | Path) -> Metrics:
 def load_records(path: Path) -> Metrics:
     """`load_metrics` for a file of any name."""
     try:
-        check_regular(path)
-        lines = path.read_bytes().split(b"\n")
+        lines = read_regular(path).split(b"\n")
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; give the directory of a run (its run_dir)") from None
     if lines[-1] and not _is_json_object(lines[-1]):
@@ -272,13 +309,13 @@ class WandbSink:
                 f"{how_to_install('wandb')}, or use logging.wandb=false"
             ) from None
         id_file = run_dir / "wandb_run_id.txt"
-        if not id_file.exists():
+        if not os.path.lexists(id_file):
             write_file(id_file, uuid.uuid4().hex[:8])
         self._run: Any = wandb.init(
             project=logging.wandb_project,
             entity=logging.wandb_entity,
             name=run_name,
-            id=id_file.read_text(encoding="utf-8").strip(),
+            id=read_foreign_text(id_file).strip(),
             resume="allow",
             dir=str(run_dir),
             config=config,
@@ -332,10 +369,9 @@ class MetricsSinks:
             self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
             self._opened = opened.pop_all()
 
-    def write(self, record: Record) -> None:
-        """Writes a record to every sink."""
-        for sink in self._sinks:
-            sink.write(record)
+    def write(self, record: Record) -> list[str]:
+        """Writes a record to every sink; returns warnings for the user."""
+        return [warning for sink in self._sinks if (warning := sink.write(record)) is not None]
 
     def close(self) -> None:
         """Closes every sink, even if one of them fails; a second call does nothing."""

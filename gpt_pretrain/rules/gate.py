@@ -78,7 +78,10 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
             continue
         name = str(default.config_path).removesuffix(".yaml") + ".yaml"
         file = _display(Path(loaded.path.removeprefix("file://")) / name)
-        if source.config_dir is not None and loaded.provider == "main" and (source.config_dir / name).is_file():
+        is_hidden = source.config_dir is not None and (source.config_dir / name).is_file()
+        is_saved = loader.saved is not None and name == "config.yaml"
+        if is_hidden and not is_saved and loaded.provider == "main":
+            assert source.config_dir is not None
             hidden = _display(source.config_dir.resolve() / name)
             problems.append(f"{hidden} is hidden by {file}, which Hydra finds first; give it another name")
         content = OmegaConf.to_container(loaded.config, resolve=False)
@@ -93,6 +96,13 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
                 problems.append(f"{file}: {unknown_key(path)}")
             else:
                 origins[path] = file
+    if loader.saved is not None:
+        assert source.saved_config is not None
+        file = _display(source.saved_config.resolve())
+        for path, _ in flatten(OmegaConf.to_container(loader.saved, resolve=False)):
+            if not is_known(path):
+                problems.append(f"{file}: {unknown_key(path)}")
+            origins[path] = file
     return problems, origins
 
 
@@ -225,7 +235,7 @@ def check_command(
             wrong += [*given_without_effect(config, given), *rules(config, submission)]
         arguments: list[str] = []
         if submission is not None:
-            arguments, unfit = submitted_overrides(composed, config)
+            arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)
             wrong += unfit
         if not wrong:
             jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))

@@ -275,17 +275,19 @@ def _as_one_value(override: Override) -> str:
     return ""
 
 
-def submitted_overrides(composed: DictConfig, config: Config) -> tuple[list[str], list[str]]:
+def submitted_overrides(composed: DictConfig, config: Config, *, names_fp8: bool) -> tuple[list[str], list[str]]:
     """The overrides of one run of a sweep as a Slurm job of its own, and why such a job cannot take them.
 
-    They name the run's directory and FP8 preset, because the job does not know the sweep.
+    They name the run's directory and FP8 preset, because the job does not know the sweep. Without `names_fp8` the
+    FP8 settings are those of a run's directory, which the job reads, too.
     """
     lines = OmegaConf.to_container(composed.hydra.overrides.task, resolve=False)
     assert isinstance(lines, list)
     keys = [str(line).lstrip("+").partition("=")[0] for line in lines]
     # A submitted run would refuse the keys of the comparison that submits it.
     task = [str(line) for line, key in zip(lines, keys, strict=True) if key != "run_dir" and not _readers_of(key)]
-    overrides = [*task, f"fp8={composed.hydra.runtime.choices.fp8}", f"run_dir={config.run_dir}"]
+    fp8 = [f"fp8={composed.hydra.runtime.choices.fp8}"] if names_fp8 else []
+    overrides = [*task, *fp8, f"run_dir={config.run_dir}"]
     problems = []
     assert config.run_dir is not None, "a sweep's jobs have directories of their own"
     # The batch script takes the path literally and gives it to Hydra in single quotes.

@@ -26,7 +26,7 @@ from gpt_pretrain.config.derived import (
     weight_of,
 )
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
-from gpt_pretrain.config.schema import CheckpointConfig, Config, DataConfig, OptimConfig, TrainerConfig
+from gpt_pretrain.config.schema import Config, DataConfig, OptimConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.spec.fp8 import Obstacle
@@ -55,7 +55,7 @@ def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from _trainer(config)
     yield from _rewinds(config)
     yield from _files(config)
-    yield from _start(config.checkpoint)
+    yield from _start(config)
     yield from _reports(config)
     if launch is not None:
         yield from _launched(config.trainer, launch)
@@ -323,12 +323,14 @@ def _files(config: Config) -> Iterator[str]:
         )
 
 
-def _start(section: CheckpointConfig) -> Iterator[str]:
+def _start(config: Config) -> Iterator[str]:
     """What the run starts from; a missing path never means a fresh start."""
-    resume, init_from = section.resume, section.init_from
-    if resume not in ("auto", "never") and not os.path.isdir(resume):
+    resume, init_from = config.checkpoint.resume, config.checkpoint.init_from
+    # A run with checkpoints decides itself: it may have gone on from one that is not kept any more.
+    has_own = config.run_dir is not None and os.path.isdir(os.path.join(config.run_dir, "checkpoints"))
+    if resume not in ("auto", "never") and not has_own and not os.path.isdir(resume):
         yield f"checkpoint.resume={resume!r} is not an existing directory; name a checkpoint, or use auto or never"
-    if init_from is not None and not os.path.isdir(init_from):
+    if init_from is not None and not has_own and not os.path.isdir(init_from):
         yield f"checkpoint.init_from={init_from!r} is not an existing directory; name a checkpoint, or null"
     if init_from is not None and resume not in ("auto", "never"):
         why = "the one takes only the weights of a checkpoint, the other everything"

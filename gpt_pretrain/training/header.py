@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
+from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config.choices import Fp8ProofMode, MainParamsDtype
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
@@ -44,11 +46,8 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
         changes = describe_changes(config, start.checkpoint.path)
         if changes is not None:
             console.note(changes)
-        if config.checkpoint.reset_fp8_state and start.checkpoint.manifest.fp8:
-            console.warning("every resume drops FP8 scales and amax histories: checkpoint.reset_fp8_state=true")
-        elif config.checkpoint.reset_fp8_state:
-            # A run that has dropped them may be requeued with the same command.
-            console.note("checkpoint.reset_fp8_state=true is ignored: the checkpoint holds no FP8 scales")
+        if config.checkpoint.reset_fp8_state:
+            _tell_reset(console, setup.spec, start.checkpoint)
     if setup.corpus.tokenizer is None and config.sample.max_new_tokens > 0:
         console.note("no text sample at the end: model.tokenizer.library=none has no text")
     if lock_note is not None:
@@ -58,6 +57,20 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
             f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to continue"
         )
     return console
+
+
+def _tell_reset(console: RunConsole, spec: RunSpec, checkpoint: VerifiedCheckpoint) -> None:
+    """What `checkpoint.reset_fp8_state` did; a run that has dropped its scales is requeued with the same command."""
+    key, manifest = "checkpoint.reset_fp8_state=true", checkpoint.manifest
+    if not manifest.fp8:
+        console.note(f"{key} is ignored: the checkpoint holds no FP8 scales")
+    elif keeps_fp8_state(checkpoint.path, spec.fp8, manifest.fp8, reset=True, was_reset=manifest.has_reset_fp8_state):
+        console.note(
+            f"{key} is ignored: an earlier start dropped the scales, and the checkpoint holds those collected since; "
+            "to drop them again, save a checkpoint without it first"
+        )
+    else:
+        console.warning(f"FP8 scales and amax histories of the checkpoint are dropped: {key}")
 
 
 def describe_changes(config: Config, checkpoint: Path) -> str | None:

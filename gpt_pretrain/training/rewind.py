@@ -104,6 +104,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
         consumed_samples=next_sample,
         rewinds=given_up_at.rewinds + 1,
         given_up=given_up_at.given_up,
+        resumed_from=given_up_at.resumed_from,
         passed_over=(*saved.passed_over, (saved.consumed_samples, next_sample - saved.consumed_samples)),
     )
 

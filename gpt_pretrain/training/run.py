@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.save import PlaceProblem
 from gpt_pretrain.config.derived import max_time_s, save_interval_s
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.files import write_file
@@ -20,7 +21,7 @@ from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import make_run_dir, run_lock
+from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
 from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
 from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
@@ -64,11 +65,18 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
         check_ranks_agree(dict(flatten(config_to_dict(config))))
 
-        def hold_run_dir() -> tuple[Path, str | None]:
-            run_dir = make_run_dir(config.run_dir, config.name)
-            return run_dir, stack.enter_context(run_lock(run_dir))
+        # Rank 0 alone holds it.
+        held: list[HeldDirectory] = []
 
-        run_dir, lock_note = on_rank_zero(hold_run_dir)
+        def hold_run_dir() -> Path:
+            run_dir = make_run_dir(config.run_dir, config.name)
+            held.append(stack.enter_context(run_lock(run_dir)))
+            return run_dir
+
+        def place_problem() -> str | None:
+            return held[0].problem() if held else None
+
+        run_dir = on_rank_zero(hold_run_dir)
         # The host waits for the GPU when a step is logged: two logged steps show how long a step takes.
         learning_steps = max(LEARNING_STEPS, 2 * config.trainer.log_every_n_steps)
         watchdog = stack.enter_context(
@@ -76,26 +84,34 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         )
         setup = set_up(spec, corpus, run_dir)
         stack.callback(release_graphs, setup.trainable.model.gpt_chunks)
-        console = stack.enter_context(open_console(setup, lock_note)) if launch.is_rank_zero else None
+        console = stack.enter_context(open_console(setup, held[0].note)) if launch.is_rank_zero else None
         if setup.progress.step >= config.trainer.max_steps:
             return "max_steps"
-        return _train(setup, watchdog, console, after_step)
+        return _train(setup, watchdog, console, after_step, place_problem=place_problem)
 
 
-def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_step: AfterStep | None) -> EndReason:
-    """Trains and sums up; every rank calls it, rank 0 with a console."""
+def _train(
+    setup: Setup,
+    watchdog: Watchdog,
+    console: RunConsole | None,
+    after_step: AfterStep | None,
+    *,
+    place_problem: PlaceProblem,
+) -> EndReason:
+    """Trains and sums up; every rank calls it, rank 0 with a console and to ask for `place_problem`."""
     config = setup.config
     with ExitStack() as stack:
         sinks: list[MetricsSinks] = []
         on_rank_zero(lambda: sinks.append(stack.enter_context(_open_sinks(setup))))
 
         def log(record: Record) -> None:
-            for sink in sinks:
-                sink.write(record)
+            for warning in (warning for sink in sinks for warning in sink.write(record)):
+                if console is not None:
+                    console.warning(warning)
             if console is not None:
                 console.show(record)
 
-        trainer = Trainer(setup, log=log, watchdog=watchdog, after_step=after_step)
+        trainer = Trainer(setup, log=log, watchdog=watchdog, after_step=after_step, place_problem=place_problem)
         # We handle the signals until the summary is written.
         stop = stack.enter_context(StopRequest(max_time_s(config.trainer), save_interval_s(config.checkpoint)))
         if console is not None:
@@ -108,6 +124,9 @@ def _train(setup: Setup, watchdog: Watchdog, console: RunConsole | None, after_s
         with watchdog.busy("writing the text sample"):
             sample = write_sample(config, setup.corpus, setup.trainable.model) if reason == "max_steps" else None
         if console is not None:
+            if (problem := place_problem()) is not None:
+                # Its log is elsewhere.
+                raise RunError(problem)
             _sum_up(setup, trainer, reason, console=console, sinks=sinks[0], wall_time_s=wall_time_s, sample=sample)
         if trainer.problem is not None:
             raise RunError(trainer.problem)

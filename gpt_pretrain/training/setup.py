@@ -99,6 +99,7 @@ def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
     """Refuses, before a model is built, to drop FP8 scales unasked, and to drop them without a checkpoint."""
     reset = spec.config.checkpoint.reset_fp8_state
     if start is not None and not start.weights_only:
+        # Only to refuse: `load_checkpoint` asks again.
         keeps_fp8_state(start.checkpoint.path, spec.fp8, start.checkpoint.manifest.fp8, reset=reset)
     elif reset:
         raise UserError(

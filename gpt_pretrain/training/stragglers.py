@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.launch.run_dir import this_process
+from gpt_pretrain.launch.process import this_process
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.report.records import RankTime, RankTimesRecord
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, NoReturn
 
-from gpt_pretrain.checkpoint.save import CheckpointSaver, SaveOutcome
+from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
@@ -40,6 +40,7 @@ class Trainer:
         log: Callable[[Record], None],
         watchdog: Watchdog,
         after_step: AfterStep | None = None,
+        place_problem: PlaceProblem = lambda: None,
     ) -> None:
         trainable, config = setup.trainable, setup.config
         self.config = config
@@ -52,7 +53,9 @@ class Trainer:
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(setup.spec)
-        self._saver = CheckpointSaver(setup.checkpoints, trainable, config, setup.corpus.fingerprints)
+        self._saver = CheckpointSaver(
+            setup.checkpoints, trainable, config, setup.corpus.fingerprints, place_problem=place_problem
+        )
         self._saved_step: int | None = None
         self._save_problem: str | None = None
         """Why the newest save failed; None if it did not."""

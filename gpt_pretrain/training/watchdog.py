@@ -26,15 +26,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from secrets import token_hex
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Self
 
 import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from gpt_pretrain.config.errors import RunError, UserError
+from gpt_pretrain.config.files import ForeignFileError, open_to_append
+from gpt_pretrain.launch.process import Process, this_process
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import Process, this_process
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
@@ -260,10 +261,12 @@ class Watchdog:
         self._peers = Peers(self._launch)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            # Opened now, because faulthandler's handler opens nothing. An earlier start's traces stay.
-            self._file: TextIO = self._path.open("a", encoding="utf-8")
-        except OSError as error:
-            problem = f"{self._path}: {error.strerror or error}; the watchdog writes stack traces there"
+            # Opened now, because faulthandler's handler opens nothing. An earlier start's traces stay. A pipe or a link
+            # in their place is no reason not to train.
+            self._file = open_to_append(self._path, replaces=True)
+        except (OSError, ForeignFileError) as error:
+            reason = getattr(error, "strerror", None) or error
+            problem = f"{self._path}: {reason}; the watchdog writes stack traces there"
             self._peers.leave(problem)
             raise UserError(
                 f"{problem}. Make run_dir writable on every node, or use trainer.hang_timeout=null"
