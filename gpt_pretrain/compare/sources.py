@@ -36,8 +36,9 @@ from gpt_pretrain.compare.series import (
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError, show
-from gpt_pretrain.config.files import check_yaml, read_foreign_text
+from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.config.keys import flatten
+from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
@@ -203,7 +204,7 @@ def _read_config(path: Path) -> dict[str, str]:
         }
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path} is not the configuration of a run: {error}; restore it, or remove it") from error
     return _with_widths(settings)
 

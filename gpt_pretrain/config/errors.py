@@ -9,6 +9,9 @@ from decimal import Decimal
 from enum import Enum
 from typing import Any
 
+# Of a value in a message: a file's own may have megabytes.
+_LONGEST_VALUE = 1000
+
 
 class UserError(ValueError):
     """A user's mistake: the message names the key or file, the value, the rule and the way out."""
@@ -41,7 +44,8 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Enum):
         return value.name
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}… ({len(text):,} characters)"
 
 
 def written(value: Any) -> str:

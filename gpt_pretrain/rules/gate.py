@@ -23,8 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.keys import flatten, is_known, unknown_key
+from gpt_pretrain.config.keys import flatten, is_known, many_unknown, unknown_key
 from gpt_pretrain.config.load import read_config
+from gpt_pretrain.config.lookups import bounded_lookups
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.slurm import Submission, is_submission, read_submission
@@ -87,6 +88,8 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
             continue
         if not package:
             content = {name: value for name, value in content.items() if name != "hydra"}
+        if many := many_unknown(path for path, _ in flatten(content, package)):
+            raise ConfigError([f"{file}: {problem}" for problem in many])
         for path, _ in flatten(content, package):
             if not is_known(path):
                 problems.append(f"{file}: {unknown_key(path)}")
@@ -105,6 +108,7 @@ def default_run_dir(composed: DictConfig) -> DictConfig:
     return composed
 
 
+@bounded_lookups()
 def _read_job(
     loader: Loader, lines: Sequence[str], number: int, given: frozenset[str], *, multirun: bool, complete: bool
 ) -> tuple[DictConfig, Config | None, list[str]]:
@@ -139,6 +143,7 @@ def _read_job(
     return composed, config, [*problems, *(problem for problem in wrong if problem not in named)]
 
 
+@bounded_lookups()
 def _sweep(loader: Loader, accepted: Sequence[Override]) -> tuple[list[list[str]], Submission | None]:
     """The overrides of each job, as Hydra's own sweeper splits them, and how the jobs are submitted to Slurm."""
     base = loader.compose(lines_of(accepted), RunMode.MULTIRUN)
