@@ -171,7 +171,7 @@ def _refused_here(
 
 
 def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
-    """Says which variants are left out; refuses if the baseline or all others are."""
+    """Says which variants are left out, and what others go without; refuses if the baseline or all others are."""
     seeds = [run for run in runs if run.role == "seed"]
     left = {run.variant.name for run in seeds if not run.problems or run.is_finished}
     refused = {run.variant.name: run.problems for run in seeds if run.variant.name not in left}
@@ -179,6 +179,8 @@ def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
         raise ConfigError([f"{problem} [{name}]" for name, problems in refused.items() for problem in problems])
     for name, problems in refused.items():
         print_line(console, f"{name} is left out: {ConfigError(problems)}")
+    for line in dict.fromkeys(line for run in seeds for line in run.unread):
+        print_line(console, line)
 
 
 def _next_folder(place: Path) -> Path:

@@ -59,6 +59,8 @@ class Job:
         return " ".join(self.overrides)
 
 
+# Whose keys need an effect in one of the variants, each of which is checked (`benchmark.variants`).
+_WITH_VARIANTS = ("benchmark", "compare")
 # Problems of a configuration that runs here or is submitted to Slurm.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
 
@@ -225,7 +227,8 @@ def check_command(
         if config is None:
             continue
         if rules is not None and not wrong:
-            wrong += [*given_without_effect(config, given), *rules(config, submission)]
+            unread = [] if command in _WITH_VARIANTS else given_without_effect(config, given)
+            wrong += [*unread, *rules(config, submission)]
         arguments: list[str] = []
         if submission is not None:
             arguments, unfit = submitted_overrides(composed, config)
