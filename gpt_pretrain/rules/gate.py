@@ -10,7 +10,7 @@ Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The
 All jobs of a sweep pass it before the first one starts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -160,7 +160,21 @@ def _sweep(loader: Loader, accepted: Sequence[Override]) -> tuple[list[list[str]
     params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
     tasks = [override for override in accepted if not override.is_hydra_override()]
     submission = read_submission(base.hydra.launcher) if is_submission(base.hydra.launcher) else None
+    for override in params:
+        override.config_loader = loader
+    if problems := [*chain.from_iterable(map(_no_values, [*params, *tasks]))]:
+        raise ConfigError(problems)
     return BasicSweeper.split_arguments([*params, *tasks], None)[0], submission
+
+
+def _no_values(override: Override) -> Iterator[str]:
+    """Why an override gives a sweep nothing to run: without a value of one key there is no run at all."""
+    if not override.is_sweep_override():
+        return
+    if override.is_interval_sweep():
+        yield f"{override.input_line}: an interval has no values to run one by one; use range(…) or choice(…)"
+    elif not any(True for _ in override.sweep_iterator()):
+        yield f"{override.input_line}: no value, so the sweep would start no run; name one, or leave it out"
 
 
 def _told_once(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
@@ -192,6 +206,9 @@ def check_command(
         ConfigError: Everything that is wrong.
     """
     parsed, problems = parse_overrides(overrides, loader.groups())
+    for override in parsed:
+        # For `GROUP=glob(*)`.
+        override.config_loader = loader
     loader.search_also(parsed)
     groups = loader.groups()
     refused = [list(override_problems(override, loader, groups, command)) for override in parsed]
