@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt_pretrain.config.derived import decay_steps
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, hydra_quoted
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
@@ -260,6 +260,5 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
 
 
 def run_dir_override(run_dir: Path) -> str:
-    """`run_dir=…` in Hydra's quotes, in which a backslash is special only before a quote."""
-    quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
-    return f"run_dir='{quoted}'"
+    """`run_dir=…` in Hydra's quotes."""
+    return f"run_dir={hydra_quoted(str(run_dir))}"

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
-from gpt_pretrain.config.errors import ConfigError, RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RunError, UserError, visible
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import (
@@ -52,9 +52,7 @@ def print_error(error: UserError | RunError, who: str = "") -> None:
     """Prints `error: …` lines, one for each problem, without a traceback."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
     for problem in problems:
-        # Control characters of what was given would change the line, or the terminal.
-        shown = "".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in problem)
-        sys.stderr.write(f"error{who}: " + shown.replace("\n", "\n       ") + "\n")
+        sys.stderr.write(f"error{who}: " + visible(problem, keep="\n").replace("\n", "\n       ") + "\n")
     sys.stderr.flush()
 
 
@@ -88,7 +86,7 @@ def importing_torch() -> Iterator[None]:
 def print_job(number: int, jobs: "Sequence[Job]") -> None:
     """Announces a job of a sweep."""
     if len(jobs) > 1:
-        sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {jobs[number].name}\n")
+        sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {visible(jobs[number].name)}\n")
         sys.stdout.flush()
 
 

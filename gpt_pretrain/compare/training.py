@@ -23,7 +23,7 @@ from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, plan_runs
-from gpt_pretrain.config.errors import ConfigError, RunError
+from gpt_pretrain.config.errors import ConfigError, RunError, override_word
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
@@ -143,7 +143,9 @@ def train_variants(
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
             progress.close()
-            print_line(console, f"stopped; run the same command with run_dir={run_dir} to continue")
+            print_line(
+                console, f"stopped; run the same command with {override_word('run_dir', str(run_dir))} to continue"
+            )
             raise
         finally:
             progress.close()
