@@ -109,6 +109,14 @@ def test_files_with_a_few_aliases_are_read(tmp_path, capsys):
     assert "f4999" in shown
 
 
+def test_a_list_of_thousands_of_files_is_read(tmp_path):
+    files = "".join(
+        f"      - /data/corpora/a/long/name/of/a/shard/part-{number:05}-of-09900.jsonl\n" for number in range(9900)
+    )
+    (tmp_path / "mine.yaml").write_text(f"{RUN}model:\n  data:\n    text_files:\n{files}")
+    assert train(["--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job"]) == 0
+
+
 def test_defaults_that_double_end(tmp_path, capsys):
     for level in range(20):
         names = f"[config{level + 1}@a, config{level + 1}@b]"

@@ -1,9 +1,11 @@
 """Logs in which several ranks print each step, in whatever order, next to restarts, which go back as well."""
 
 import random
+import time
 
 import pytest
 
+from gpt_pretrain.compare.copies import Copies, usual_copies
 from gpt_pretrain.compare.sources import read_runs
 
 RANKS = 8
@@ -117,3 +119,11 @@ def test_the_last_of_the_copies_may_be_torn(code, tmp_path):
 def test_what_erases_a_line_of_the_terminal_is_no_part_of_it(tmp_path):
     run = read(tmp_path, "torchtitan", ["\x1b[2K\x1b[?25l" + line("torchtitan", step, 0) for step in STEPS])
     assert run.training.steps == tuple(STEPS)
+
+
+def test_a_log_of_nothing_but_restarts_is_read_in_time():
+    start, copies = time.process_time(), Copies(1)
+    steps = [*range(50_000), *[49_998, 49_999] * 50_000]
+    usual_copies(steps)
+    assert not any(copies.is_copy(None, step) for step in steps)
+    assert time.process_time() - start < 5

@@ -53,8 +53,9 @@ class Copies:
         if count and (rank != first if rank is not None else self._is_usual(step, count)):
             self._first[step] = first, count + 1
             return True
-        if step <= self._last:
-            self._first = {each: seen for each, seen in self._first.items() if each < step}
+        # In the order of steps, as what follows a restart replaces what it goes back behind.
+        while self._first and next(reversed(self._first)) >= step:
+            self._first.popitem()
         self._first[step] = rank, 1
         self._last = step
         return False

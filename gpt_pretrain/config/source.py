@@ -91,7 +91,7 @@ class _Original[T]:
 
 
 # Of a composition, which names 30 files in defaults lists. Files that name two others each double with each level.
-_MOST_FILES, _MOST_PICKLED = 500, 1 << 25
+_MOST_FILES, _MOST_PICKLED = 500, 1 << 26
 
 # A file, identified by its place and its state on disk.
 _FileKey = tuple[Any, ...]
