@@ -36,5 +36,6 @@ docs: $(INSTALLED) ## build the manual as a site into site/; a broken link fails
 	@echo "built: site/index.html"
 
 clean: ## remove .venv, caches and builds; outputs/ stays
+	@scripts/install.sh --check "$(VENV)"
 	rm -rf "$(VENV)" .mypy_cache .pytest_cache .ruff_cache build dist site
 	find gpt_pretrain tests -type d -name __pycache__ -prune -exec rm -rf {} +

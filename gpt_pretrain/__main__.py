@@ -31,7 +31,7 @@ from gpt_pretrain.commands.door import (
     print_job,
     run_with_config,
 )
-from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, shell_word, visible
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
@@ -96,12 +96,12 @@ def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     if ended:
         # Not through Hydra, which would say something of its own.
         raise ended[0]
-    failed = [f"  run {n + 1}: {jobs[n].name} (exit code {code})" for n, code in enumerate(codes) if code]
+    failed = [f"  run {n + 1}: {visible(jobs[n].name)} (exit code {code})" for n, code in enumerate(codes) if code]
     if len(jobs) > 1 and failed:
         sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")
     if len(jobs) > 1 and not failed:
-        runs = ",".join(str(job.config.run_dir) for job in jobs)
-        sys.stdout.write(f"compare them with: python -m gpt_pretrain.compare 'runs=[{runs}]'\n")
+        runs = list_argument("runs", [str(job.config.run_dir) for job in jobs])
+        sys.stdout.write(f"compare them with: python -m gpt_pretrain.compare {shell_word(runs)}\n")
     return max(codes, default=0)
 
 
@@ -138,7 +138,7 @@ def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
         assert job.config.run_dir is not None, "each job of a sweep has its own directory"
         run_dir = Path(job.config.run_dir)
         number = submit(job.submission, run_dir, [*request.source_options, *job.arguments])
-        sys.stdout.write(f"job {number}: {job.name}\n    log: {run_dir}/slurm-{number}.out\n")
+        sys.stdout.write(f"job {number}: {visible(job.name)}\n    log: {visible(str(run_dir))}/slurm-{number}.out\n")
         sys.stdout.flush()
 
 

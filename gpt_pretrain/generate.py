@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 
 from gpt_pretrain.commands.door import importing_torch, run_with_arguments
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, UserError, visible
 from gpt_pretrain.launch.ranks import read_launch
 
 
@@ -66,7 +66,9 @@ def generate(arguments: GenerateArguments) -> None:
     for number, text in enumerate(continuations(**asdict(arguments))):
         if arguments.num_samples > 1:
             sys.stdout.write(f"--- sample {number + 1} of {arguments.num_samples}\n")
-        sys.stdout.write(f"{arguments.prompt}{text}\n")
+        continued = f"{arguments.prompt}{text}\n"
+        # A file or a pipe gets the text itself.
+        sys.stdout.write(visible(continued, keep="\n\t") if sys.stdout.isatty() else continued)
         sys.stdout.flush()
 
 

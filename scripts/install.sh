@@ -1,11 +1,17 @@
 #!/usr/bin/env bash
-# Creates a virtual environment and installs this checkout into it, editable, with the versions of constraints.txt.
+# Creates a virtual environment and installs this checkout into it, editable, with the versions of constraints.txt. With
+# --check, only refuses one that another checkout is installed in: installing or removing it would break that checkout.
 # The Makefile runs it. It uses uv if installed, else venv and pip; PYTHON=… names the interpreter. Their output goes to
 # VENV/install.log; a failure shows its end.
 set -euo pipefail
 
-venv=${1:?usage: scripts/install.sh VENV}
-cd "$(dirname "$0")/.."
+check_only=
+if [[ ${1:-} == --check ]]; then
+    check_only=yes
+    shift
+fi
+venv=${1:?usage: scripts/install.sh [--check] VENV}
+cd -P "$(dirname "$0")/.."
 installing=$venv/.installing
 installed=$venv/.installed
 log=$venv/install.log
@@ -24,6 +30,35 @@ logged() {
 }
 
 is_recent() { "$1" -c 'import sys; sys.exit(sys.version_info < (3, 12))' >/dev/null 2>&1; }
+
+# The checkout that is installed in the environment; nothing if none is, or it is gone.
+find_owner() {
+    local owner='' mark
+    for mark in "$installing" "$installed"; do
+        [[ ! -s $mark ]] || owner=$(<"$mark")
+    done
+    if [[ -z $owner && -x $venv/bin/python ]]; then
+        # Environments of earlier versions do not say, but Python's metadata does.
+        owner=$("$venv/bin/python" -I - 2>/dev/null <<'END' || true
+import importlib.metadata, json, urllib.parse, urllib.request
+text = importlib.metadata.distribution("gpt_pretrain").read_text("direct_url.json")
+print(urllib.request.url2pathname(urllib.parse.urlparse(json.loads(text)["url"]).path))
+END
+        )
+    fi
+    if [[ -n $owner && -d $owner ]]; then
+        (cd -P "$owner" && pwd)
+    fi
+}
+
+owner=$(find_owner)
+if [[ -n $owner && $owner != "$PWD" ]]; then
+    fail "VENV=$venv belongs to the checkout $owner, and nothing was changed. Leave VENV out: make then creates .venv here." \
+        "Or name another directory, or run make in $owner."
+fi
+if [[ -n $check_only ]]; then
+    exit
+fi
 
 find_python() {
     if [[ -n ${PYTHON:-} ]]; then
@@ -66,13 +101,14 @@ fi
 mkdir -p "$venv"
 : >"$log"
 if [[ ! -e $venv/bin/python ]]; then
-    touch "$installing"
+    pwd >"$installing"
     create_venv
 elif ! is_recent "$venv/bin/python"; then
     fail "$venv/bin/python is not a Python of version 3.12 or newer; remove the environment: make clean"
 elif [[ -e $installed ]]; then
     # An environment made elsewhere gets no mark and is never started over.
-    mv "$installed" "$installing"
+    rm "$installed"
+    pwd >"$installing"
 fi
 
 echo "Installing into $venv: a few minutes the first time, PyTorch and its CUDA libraries are several GB."
@@ -85,5 +121,5 @@ else
     logged "$venv/bin/python" -m pip install --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 fi
 rm -f "$installing"
-touch "$installed"
+pwd >"$installed"
 echo "Installed in $SECONDS s."

@@ -34,6 +34,10 @@ class Page:
     def open(self, path: Path, ready: str) -> None:
         """Opens a file and waits until a JavaScript expression is true."""
         self.send("Page.navigate", url=path.as_uri())
+        self.wait(ready)
+
+    def wait(self, ready: str) -> None:
+        """Waits until a JavaScript expression is true."""
         deadline = time.monotonic() + _PATIENCE_S
         while not self.evaluate(ready):
             assert time.monotonic() < deadline, self.problems()

@@ -378,7 +378,7 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         "| versions | Python 3.12.1, torch 2.11.0 |",
         "| ceiling | BF16 774, FP8 1414 TFLOP/s (8192³, median) |",
         "    python -m gpt_pretrain.benchmark model=gpt2_124m 'benchmark.variants=[app,bare:lean]'",
-        "- big: out of memory | 80 GiB",
+        "- big: out of memory \\| 80 GiB",
         "  used: 79",
         "- bare:lean: `fp8=delayed 'run_dir='\"'\"'a b'\"'\"''`",
         "| gemm\\|tn | 3 | 1.5 | 75.0% |",

@@ -103,6 +103,47 @@ def test_statistics_of_fp8_that_the_command_line_asks_for_are_for_fp8(tmp_path):
     assert [load_config(run.overrides).logging.fp8_statistics_interval for run in runs] == [None, 5, None, 5]
 
 
+# Overrides of all variants, those of each, and the variants that read them.
+SHARED = {
+    "emulation": ("model.fp8_emulate=true", ["bf16", "fp8=delayed", "fp8=tensorwise"], [1, 2]),
+    "margin": ("model.fp8_margin=1", ["fp8=delayed model.fp8_emulate=true", "bf16"], [0]),
+    "history": ("model.fp8_amax_history_len=16", ["bf16", DELAYED, TENSORWISE], [1]),
+    "weights": ("model.fp8_params=true", ["bf16", "fp8=delayed"], [1]),
+    "the proof's interval": ("logging.fp8_proof_interval=7", ["bf16", DELAYED], [1]),
+    "an optimizer's own": ("model.optim.momentum=0.5", ["optimizer=adam", "optimizer=sgd"], [1]),
+    "a schedule's own": (
+        "model.optim.sched.wsd_decay_style=linear",
+        ["bf16", "optimizer=adam_wsd model.optim.sched.wsd_decay_steps=4"],
+        [1],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_key_of_all_variants_goes_to_those_that_read_it(kind, tmp_path):
+    shared, entries, reading = SHARED[kind]
+    runs = planned(tmp_path, variants(*entries), shared, "compare.seeds=2")[: len(entries)]
+    assert [index for index, run in enumerate(runs) if shared in run.overrides] == reading
+    for index, run in enumerate(runs):
+        assert run.problems == ()
+        assert load_config(run.overrides) == run.config
+        assert [shared in line for line in run.unread] == [True] * (index not in reading)
+
+
+@pytest.mark.parametrize(
+    "shared", ["model.fp8_margin=1", "logging.fp8_proof_interval=7", "model.optim.momentum=0.5", "model.rotary_base=5"]
+)
+def test_a_key_that_no_variant_reads_is_refused(shared, tmp_path):
+    positions = "model.position_embedding_type=learned_absolute"
+    with pytest.raises(ConfigError, match=shared):
+        planned(tmp_path, variants("bf16", "model.optim.lr=1e-3"), shared, positions)
+
+
+def test_a_key_of_its_own_that_a_variant_does_not_read_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.fp8_emulate"):
+        planned(tmp_path, variants("fp8=none model.fp8_emulate=true", DELAYED))
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

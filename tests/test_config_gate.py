@@ -347,6 +347,29 @@ def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
     assert "[" not in sorted(found)[1]
 
 
+NOTHING = ("range(1,1)", "range(3,1)", "shuffle(range(2,2))", "glob(nothing*)", "interval(1,2)", "choice()", "sort()")
+
+
+@pytest.mark.parametrize("values", NOTHING)
+@pytest.mark.parametrize("key", ["model.optim.lr", "model"])
+def test_a_sweep_over_nothing_is_refused(key, values):
+    (found,) = problems("-m", f"{key}={values}", "trainer.max_steps=1,2")
+    assert f"{key}={values}" in found
+
+
+def test_a_file_sweeps_over_nothing_no_less(my_conf):
+    folder = my_conf(
+        my_run="defaults:\n  - config\n  - _self_\nhydra:\n  sweeper:\n    params: {model.seed: 'range(1,1)'}\n"
+    )
+    (found,) = problems("-m", "--config-dir", str(folder), "--config-name", "my_run")
+    assert_names([found], "model.seed=range(1,1)")
+
+
+def test_a_sweep_over_the_options_that_a_pattern_names():
+    swept = jobs("-m", "model=glob(gpt2_1*)", "fp8=none")
+    assert [job.name for job in swept] == ["model=gpt2_124m", "model=gpt2_1_5b"]
+
+
 def test_jobs_of_a_sweep_have_their_own_run_directories():
     run_dirs = [job.config.run_dir for job in jobs("-m", "model.seed=1,2", "model=tiny,gpt2_124m")]
     assert [path[-2:] for path in run_dirs] == ["/0", "/1", "/2", "/3"]

@@ -16,6 +16,7 @@ from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.planned import compare_problems
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import RECORD_KINDS
+from tests.browser import CHROMIUM, MISSING, open_browser
 from tests.test_architecture import KNOWS, PACKAGE
 
 ROOT = Path(__file__).parents[1]
@@ -186,6 +187,32 @@ def test_the_site_loads_nothing_from_elsewhere(site):
         assert not [address for address in loads.addresses if re.match(r"\w*:?//", address)], page
     for style in site.rglob("*.css"):
         assert not re.findall(r"(?:url\(|@import )[\"']?(?:https?:)?//", style.read_text()), style
+
+
+@pytest.fixture(scope="module")
+def browser_page():
+    if CHROMIUM is None:
+        # As every skipped test, it fails CI.
+        pytest.skip(MISSING)
+    with open_browser() as page:
+        yield page
+
+
+@pytest.mark.parametrize("page_name", ["index.html", "benchmarks/index.html", "keys.html"])
+def test_the_search_finds_a_word_in_pages_opened_from_the_disk(page_name, browser_page, site):
+    browser_page.open(site / page_name, "document.querySelector('[data-md-component=search-query]') !== null")
+    browser_page.evaluate(
+        "var query = document.querySelector('[data-md-component=search-query]'); query.focus();"
+        "query.value = 'rewind'; query.dispatchEvent(new Event('keyup'));"
+        "query.dispatchEvent(new Event('input'))"
+    )
+    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    browser_page.wait(f"{found}.length > 0")
+    links = browser_page.evaluate(found)
+    pages = {page.as_uri() for page in site.rglob("*.html")}
+    assert {re.split("[?#]", link)[0] for link in links} <= pages
+    assert not [address for address in browser_page.requests() if not address.startswith(("file:", "about:", "data:"))]
+    assert browser_page.problems() == []
 
 
 def test_the_site_lists_every_key_and_every_metric(site):

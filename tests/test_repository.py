@@ -1,5 +1,6 @@
 """The repository's own promises: documented commands exist, pins are complete, the wheel carries its configuration."""
 
+import json
 import os
 import re
 import shutil
@@ -112,6 +113,33 @@ def test_no_file_of_the_repository_is_large():
 
     assert len(files) > 30
     assert not [str(file) for file in files if file.exists() and file.stat().st_size > MIB]
+
+
+@pytest.mark.parametrize("says", ["its mark", "the mark of an interrupted installation", "Python's metadata"])
+@pytest.mark.parametrize("target", ["install", "docs", "test", "lint", "clean"])
+def test_make_leaves_the_environment_of_another_checkout_alone(says, target, tmp_path):
+    mine, other, venv = tmp_path / "mine", tmp_path / "a checkout", tmp_path / "a checkout" / ".venv"
+    for path in ("Makefile", "pyproject.toml", "constraints.txt", ".python-version", "scripts/install.sh"):
+        (mine / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, mine / path)
+    (venv / "bin").mkdir(parents=True)
+    if says == "Python's metadata":
+        subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+        (packages,) = venv.glob("lib/*/site-packages")
+        (packages / "gpt_pretrain-1.dist-info").mkdir()
+        (packages / "gpt_pretrain-1.dist-info" / "METADATA").write_text("Name: gpt_pretrain\nVersion: 1\n")
+        (packages / "gpt_pretrain-1.dist-info" / "direct_url.json").write_text(json.dumps({"url": other.as_uri()}))
+    else:
+        (venv / (".installed" if says == "its mark" else ".installing")).write_text(f"{other}\n")
+    before = sorted(venv.rglob("*"))
+    # Older than the files that it is made from.
+    for mark in venv.glob(".installed"):
+        os.utime(mark, (0, 0))
+    done = subprocess.run(["make", target, f"VENV={venv}"], cwd=mine, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"VENV={venv}" in done.stderr
+    assert f"{other}," in done.stderr
+    assert sorted(venv.rglob("*")) == before
 
 
 def test_the_installation_without_a_python_says_what_to_do(tmp_path, path_without_python):

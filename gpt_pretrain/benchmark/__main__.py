@@ -36,6 +36,7 @@ from gpt_pretrain.benchmark.results import (
     with_ratios,
 )
 from gpt_pretrain.benchmark.variants import (
+    LoadedVariant,
     Variant,
     benchmark_problems,
     load_variants,
@@ -68,13 +69,17 @@ class _Entry:
     """A variant and its results so far."""
 
     variant: Variant
-    config: Config
+    loaded: LoadedVariant
     folder: Path
     measured: list[tuple[Measured, ...]] = field(default_factory=list)
     """By round and rank."""
     problem: str | None = None
     """Why it is no longer measured."""
     forecast: Forecast | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.loaded.config
 
     @property
     def num_processes(self) -> int:
@@ -108,13 +113,13 @@ class Campaign:
         self._console = console_of_width(WIDTH)
         variants = read_variants(config, "benchmark")
         own_problems = own_key_problems(self._overrides)
-        configs = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
+        loaded = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
         self._run_dir = make_run_dir(config.run_dir, config.name)
         self._machine_folder = self._run_dir / "machine"
         if self._machine_folder.exists():
             raise UserError(f"run_dir={self._run_dir} holds a benchmark already; give another one, or leave it out")
         self._entries = [
-            _Entry(variant=variant, config=configs[variant], folder=self._run_dir / f"{number}_{variant.file_name}")
+            _Entry(variant=variant, loaded=loaded[variant], folder=self._run_dir / f"{number}_{variant.file_name}")
             for number, variant in enumerate(variants, start=1)
         ]
 
@@ -152,6 +157,8 @@ class Campaign:
     def _refuse(self, platform: Platform) -> None:
         """Says first which variants cannot be measured, and why."""
         for entry in self._entries:
+            for line in entry.loaded.unread:
+                self._note(line)
             overrides = self._run_overrides(entry, entry.folder, profiled=False)
             if problems := variant_refusals(load_config(overrides, self._source), platform):
                 entry.problem = str(ConfigError(problems))
@@ -159,7 +166,7 @@ class Campaign:
 
     def _run_overrides(self, entry: _Entry, folder: Path, *, profiled: bool) -> list[str]:
         own = run_overrides(entry.config, folder / "run", profiled=profiled)
-        return [*self._overrides, *entry.variant.overrides, *own]
+        return [*entry.loaded.overrides, *own]
 
     def _measure(self, entry: _Entry, number: int) -> None:
         folder, place = entry.folder / f"round_{number}", f"round {number}, {entry.variant.name}"
@@ -187,7 +194,7 @@ class Campaign:
             self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")
             return
         for entry in self._entries:
-            overrides = [*self._overrides, *entry.variant.overrides, f"plan.num_gpus={entry.num_processes}"]
+            overrides = [*entry.loaded.overrides, f"plan.num_gpus={entry.num_processes}"]
             outcome = run_task(
                 "forecast", Forecast, entry.folder / "forecast", source=self._source, overrides=overrides
             )

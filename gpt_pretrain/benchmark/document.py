@@ -1,7 +1,7 @@
 """The output of a benchmark: tables on the terminal and in Markdown, and `benchmark.json` for scripts."""
 
 import json
-import shlex
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from rich.text import Text
 from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Kernel, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import UserError, counted, show
+from gpt_pretrain.config.errors import UserError, counted, shell_word, show, visible
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
@@ -53,7 +53,7 @@ class Benchmark:
     @property
     def command(self) -> str:
         """The command that measures it again."""
-        return f"python -m gpt_pretrain.benchmark {shlex.join(self.arguments)}".rstrip()
+        return f"python -m gpt_pretrain.benchmark {' '.join(map(shell_word, self.arguments))}".rstrip()
 
 
 def benchmark_document(benchmark: Benchmark) -> dict[str, object]:
@@ -74,7 +74,7 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
     """The benchmark as Markdown: machine, versions, configuration, command, tables."""
     machine, settings, rows = benchmark.machine, benchmark.config.benchmark, benchmark.rows
     parts = [
-        f"# {benchmark.config.name}: {', '.join(row.name for row in rows)}, "
+        f"# {_markdown(benchmark.config.name)}: {', '.join(_markdown(row.name) for row in rows)}, "
         f"{benchmark.num_gpus} × {machine.device}, {benchmark.date}\n",
         _markdown_table(["", ""], [[name, text] for name, text in _facts(benchmark).items()]),
         f"    {benchmark.command}\n",
@@ -83,9 +83,9 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
         _markdown_table(*table_of_rows(rows)),
-        "".join("- " + line.replace("\n", "\n  ") + "\n" for line in _problem_lines(rows)),
+        "".join("- " + "\n  ".join(map(_markdown, line.split("\n"))) + "\n" for line in _problem_lines(rows)),
     ]
-    added = [f"- {row.name}: `{shlex.join(row.overrides)}`\n" for row in rows if row.overrides]
+    added = [f"- {_markdown(row.name)}: {_markdown_code(row.overrides)}\n" for row in rows if row.overrides]
     if added:
         parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
     forecasts = table_of_forecasts(rows)
@@ -93,7 +93,7 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         parts += [f"Forecast by `plan` for {benchmark.config.plan.gpu.name}:\n", _markdown_table(*forecasts)]
     for row in rows:
         if row.figures is not None and row.figures.kernels:
-            parts.append(f"## Where a step of {row.name} goes\n\nThe trace: `{TRACE}`.\n")
+            parts.append(f"## Where a step of {_markdown(row.name)} goes\n\nThe trace: `{TRACE}`.\n")
             if row.figures.parts:
                 parts.append(_markdown_table(*table_of_parts(row.figures.parts)))
             parts.append(_markdown_table(*_table_of_kernels(row.figures.kernels)))
@@ -180,7 +180,7 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
 
 
 def _problem_lines(rows: Sequence[Row]) -> list[str]:
-    return [f"{row.name}: {row.problem}" for row in rows if row.problem is not None]
+    return [f"{visible(row.name)}: {row.problem}" for row in rows if row.problem is not None]
 
 
 def table_of_forecasts(rows: Sequence[Row]) -> tuple[Cells, list[Cells]] | None:
@@ -231,7 +231,19 @@ def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
 
 def _markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
     rows = [titles, ["---"] * len(titles), *lines]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
+    return "".join("| " + " | ".join(map(_markdown, row)) + " |\n" for row in rows)
+
+
+def _markdown_code(words: Sequence[str]) -> str:
+    """Words of a command line; code ends at as many backticks as began it."""
+    code = " ".join(map(shell_word, words))
+    fence = "`" * (1 + max(map(len, re.findall("`+", code)), default=0))
+    return f"{fence}{code}{fence}"
+
+
+def _markdown(text: str) -> str:
+    """Text of names and values, which is no Markdown, no HTML and one line."""
+    return re.sub(r"([\\`*\[\]<>|#])", r"\\\1", visible(text))
 
 
 def print_benchmark(benchmark: Benchmark, console: Console) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from gpt_pretrain.config.derived import decay_steps
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, hydra_quoted
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
@@ -21,7 +21,7 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import machine_problems
-from gpt_pretrain.rules.no_effect import given_without_effect
+from gpt_pretrain.rules.no_effect import given_without_effect, unread_keys
 from gpt_pretrain.rules.overrides import parse_override, single_value
 from gpt_pretrain.spec.platform import Platform
 from gpt_pretrain.spec.run_spec import build_run_spec
@@ -61,6 +61,16 @@ class Variant:
     def file_name(self) -> str:
         """The name without characters that file systems dislike; not unique."""
         return re.sub(r"[^\w.-]+", "_", self.name)[:60]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoadedVariant:
+    """A variant's configuration, before the rules about runs, and the command line of its runs."""
+
+    config: Config
+    overrides: tuple[str, ...]
+    unread: tuple[str, ...]
+    """A line for each override of the command line that this variant goes without, because only others read it."""
 
 
 def read_variants(config: Config, section: Literal["benchmark", "compare"]) -> list[Variant]:
@@ -115,11 +125,11 @@ def load_variants(
     overrides: Sequence[str],
     refuse: Callable[[Variant, Config], Iterable[str]],
     problems: Sequence[str] = (),
-) -> dict[Variant, Config]:
-    """Each variant's configuration, before the rules about runs.
+) -> dict[Variant, LoadedVariant]:
+    """Each variant with the `overrides` of the command line that have an effect in it.
 
-    Raises `ConfigError` with the `problems` of the command line itself, and with unknown keys, wrong values and what
-    `refuse` found, each with its variant.
+    Raises `ConfigError` with the `problems` of the command line itself, with unknown keys, wrong values and what
+    `refuse` found, each with its variant, and with overrides that have no effect in any of the variants.
     """
     all_problems, configs = list(problems), {}
     for variant in variants:
@@ -132,7 +142,32 @@ def load_variants(
         all_problems += [f"{problem} [{variant.name}]" for problem in found]
     if all_problems:
         raise ConfigError(all_problems)
-    return configs
+    unread = {variant: _unread(overrides, variant, config) for variant, config in configs.items()}
+    nowhere = [override for override in overrides if all(override in each for each in unread.values())]
+    first, config = next(iter(configs.items()))
+    if unused := given_without_effect(config, frozenset(override_keys(nowhere))):
+        raise ConfigError([f"{problem} [{first.name}, and all other variants]" for problem in unused])
+    for each in unread.values():
+        for override in nowhere:
+            del each[override]
+    return {variant: _without(overrides, variant, unread[variant], source) for variant in configs}
+
+
+def _unread(overrides: Sequence[str], variant: Variant, config: Config) -> dict[str, str]:
+    """The overrides of the command line that a variant does not read, and why."""
+    own, unread = {*override_keys(variant.overrides)}, {}
+    for override in overrides:
+        keys = frozenset(override_keys([override]))
+        why = unread_keys(config, keys)
+        if keys and keys == why.keys() and not keys & own:
+            unread[override] = next(iter(why.values()))
+    return unread
+
+
+def _without(overrides: Sequence[str], variant: Variant, unread: Mapping[str, str], source: Source) -> LoadedVariant:
+    kept = (*(override for override in overrides if override not in unread), *variant.overrides)
+    told = tuple(f"{variant.name} goes without {override}: no effect with {why}" for override, why in unread.items())
+    return LoadedVariant(config=load_config(kept, source), overrides=kept, unread=told)
 
 
 def benchmark_problems(config: Config) -> Iterator[str]:
@@ -225,6 +260,5 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
 
 
 def run_dir_override(run_dir: Path) -> str:
-    """`run_dir=…` in Hydra's quotes, in which a backslash is special only before a quote."""
-    quoted = re.sub(r"(\\*)'", r"\1\1\\'", str(run_dir))
-    return f"run_dir='{quoted}'"
+    """`run_dir=…` in Hydra's quotes."""
+    return f"run_dir={hydra_quoted(str(run_dir))}"

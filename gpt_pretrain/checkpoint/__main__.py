@@ -23,7 +23,7 @@ from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_check
 from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason
+from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason, visible
 from gpt_pretrain.report.console import console_of_width
 from gpt_pretrain.spec.recipes import recipes_of
 
@@ -125,7 +125,7 @@ def verify(path: Path) -> None:
         problems += found
         if not found:
             size = format_bytes(manifest.num_bytes)
-            sys.stdout.write(f"{checkpoint}: {len(manifest.files)} files, {size}: as they were written\n")
+            sys.stdout.write(f"{visible(str(checkpoint))}: {len(manifest.files)} files, {size}: as they were written\n")
             sys.stdout.flush()
     if problems:
         raise ConfigError(problems)

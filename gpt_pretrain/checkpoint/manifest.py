@@ -18,6 +18,7 @@ from typing import Any
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
 from gpt_pretrain.config.json_objects import JsonObject
+from gpt_pretrain.config.yaml_files import check_values
 from gpt_pretrain.data.cache import fingerprint
 
 MANIFEST = "manifest.json"
@@ -155,6 +156,7 @@ def read_manifest(path: Path) -> Manifest:
         )
     try:
         manifest = Manifest.from_json(values)
+        check_values(manifest.config)
         times = [manifest.time_unix, *(moment for _, moment in manifest.given_up)]
         if not all(0 <= moment <= _LAST_S for moment in times):
             raise ValueError('"time_unix" or "given_up" holds no date')

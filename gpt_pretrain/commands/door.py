@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
-from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, visible
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import limit_met, path_refused, prepare_libraries
@@ -45,9 +45,7 @@ ALONE = rank_zero_of(1, local_world_size=1, launcher="none")
 def _lines(error: UserError | RunError) -> list[str]:
     """What follows `error: `, for each problem."""
     problems = error.problems if isinstance(error, ConfigError) else (str(error),)
-    # Control characters of what was given would change the line, or the terminal.
-    shown = ("".join(each if each == "\n" or each.isprintable() else repr(each)[1:-1] for each in p) for p in problems)
-    return [problem.replace("\n", "\n       ") + "\n" for problem in shown]
+    return [visible(problem, keep="\n").replace("\n", "\n       ") + "\n" for problem in problems]
 
 
 def print_error(error: UserError | RunError) -> None:
@@ -93,7 +91,7 @@ def importing_torch() -> Iterator[None]:
 def print_job(number: int, jobs: "Sequence[Job]") -> None:
     """Announces a job of a sweep."""
     if len(jobs) > 1:
-        sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {jobs[number].name}\n")
+        sys.stdout.write(f"\nrun {number + 1} of {len(jobs)}: {visible(jobs[number].name)}\n")
         sys.stdout.flush()
 
 

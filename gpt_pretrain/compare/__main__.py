@@ -44,7 +44,7 @@ from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.document import Comparison, save_comparison
 from gpt_pretrain.compare.page import table_of_variants, write_page
 from gpt_pretrain.compare.sources import read_run_dir, read_runs
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.ranks import Launch
@@ -112,7 +112,7 @@ def train_and_compare(request: "Request", config: Config, command: str) -> int:
     finished = {run.variant for run in runs if run.role == "seed"}
     baseline = trained[0][0].variant.name
     if baseline not in finished or len(finished) == 1:
-        sys.stdout.write(f"nothing to compare yet: {baseline} and another variant have to be finished\n")
+        sys.stdout.write(f"nothing to compare yet: {visible(baseline)} and another variant have to be finished\n")
         return code
     published = _publish(compare_runs(runs, command=command, gate=read_gate(config.compare)), run_dir)
     return code or published
@@ -122,7 +122,7 @@ def _publish(comparison: Comparison, directory: Path) -> int:
     """Prints and writes a comparison; returns 0, or 4 if the gate is missed."""
     print_comparison(comparison, console_of_width(_WIDTH))
     for write in (save_comparison, write_page):
-        sys.stdout.write(f"written: {write(comparison, directory)}\n")
+        sys.stdout.write(f"written: {visible(str(write(comparison, directory)))}\n")
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 

@@ -5,8 +5,9 @@
     NeMo 2       its progress printer: `Training epoch 0, iteration 28/99 | … | reduced_train_loss: 2.778 | …`
     torchtitan   components/metrics.py, MetricsProcessor.log: `step: 10  loss: 7.5  … tps: 7,034  …`, with colors
 
-Other lines in between are ignored. A line that starts like one of them but continues differently is damaged: an error
-rather than a gap in a curve. Only the last line of a file may be incomplete, because the program may still be running.
+Of a step that several ranks print, the first line counts (`copies`). Other lines in between are ignored. A line that
+starts like one of them but continues differently is damaged: an error rather than a gap in a curve. Only the last line
+of a file may be incomplete, because the program may still be running.
 """
 
 import math
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
+from gpt_pretrain.compare.copies import Copies, rank_of, usual_copies
 from gpt_pretrain.compare.document import Format
 from gpt_pretrain.compare.series import Point, Series
 from gpt_pretrain.config.errors import UserError
@@ -22,7 +24,8 @@ from gpt_pretrain.config.errors import UserError
 # No code prints longer lines; a pattern may take quadratic time.
 _MAX_LINE = 1 << 13
 _MAX_NUMBER = 60
-_COLORS = re.compile(r"\x1b\[[0-9;]*m")
+# And whatever else steers a terminal (ECMA-48), such as erasing the line.
+_COLORS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
 
 _MEGATRON = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
@@ -188,7 +191,8 @@ def _read_torchtitan(series: Series, line: str, place: str) -> None:
         series.settings["parameters"] = match[1].replace(",", "")
 
 
-# For each code: how its lines start, what takes a line into a series or raises `_Damaged`, and a whole line.
+# For each code: how its lines start, with a step if ranks may print copies of it (a bar is drawn several times by one);
+# what takes a line into a series or raises `_Damaged`; and a whole line.
 _CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str, str], None], str]] = {
     "nemo": (
         re.compile(f"{_NEMO_LINE.pattern}|{_NEMO_BAR.pattern}"),
@@ -211,18 +215,28 @@ def _lines(path: Path) -> Iterator[str]:
             yield _COLORS.sub("", line[:_MAX_LINE].rstrip("\n"))
 
 
+def _step(start: re.Pattern[str], line: str) -> int | None:
+    """The step of a line that ranks may print copies of; None for any other."""
+    match = start.search(line)
+    return int(match[1]) if match is not None and match[1] is not None and len(match[1]) < _MAX_NUMBER else None
+
+
 def read_console_log(path: Path) -> Series | None:
     """Reads what a code printed; None if no line is known, `UserError` if one is damaged."""
     starts = {name: start for name, (start, *_) in _CODES.items()}
     format_ = next((name for line in _lines(path) for name, start in starts.items() if start.search(line)), None)
     if format_ is None:
         return None
-    _, read, expected = _CODES[format_]
+    start, read, expected = _CODES[format_]
     series = Series(source=str(path), format=format_)
+    copies = Copies(usual_copies(step for line in _lines(path) if (step := _step(start, line)) is not None))
     torn = None
     for number, line in enumerate(_lines(path), start=1):
         if torn is not None and line.strip():
             raise UserError(f"{torn}: damaged; expected {expected}; remove the line, or restore the file")
+        step = _step(start, line)
+        if step is not None and copies.is_copy(rank_of(line), step):
+            continue
         try:
             read(series, line, f"{path}:{number}")
         except _Damaged:

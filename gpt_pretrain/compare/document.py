@@ -20,6 +20,8 @@ from gpt_pretrain.report.records import Fp8Record
 
 VERSION = 1
 FILE_NAME = "compare.json"
+# Of a hundred runs; one with FP8 statistics has up to 300,000.
+_MOST_VALUES = 30_000_000
 
 Format = Literal["gpt_pretrain", "megatron", "nemo", "torchtitan", "tensorboard", "wandb", "mlflow", "csv"]
 """What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
@@ -273,7 +275,7 @@ def load_comparison(path: Path) -> Comparison:
         UserError: The file is missing, damaged, or of another version.
     """
     try:
-        values = read_foreign_json(path)
+        values = read_foreign_json(path, _MOST_VALUES)
         if values.get("version") != VERSION:
             raise ValueError(f"expected version={VERSION}")
         return Comparison.from_json(values)

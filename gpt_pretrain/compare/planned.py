@@ -51,6 +51,8 @@ class PlannedRun:
     run_dir: Path
     overrides: tuple[str, ...]
     """The whole command line of the run."""
+    unread: tuple[str, ...]
+    """As of `LoadedVariant`."""
     config: Config
     problems: tuple[str, ...]
     """Why the rules about runs, or this machine, refuse to train it."""
@@ -107,7 +109,8 @@ def plan_runs(
             yield from process_problems(config)
 
     variants = read_variants(config, "compare")
-    configs = load_variants(variants, source, overrides, refuse)
+    loaded = load_variants(variants, source, overrides, refuse)
+    configs = {variant: each.config for variant, each in loaded.items()}
     incomparable = [problem for variant in variants for problem in _obstacles(variant, configs, variants[0])]
     if incomparable:
         raise ConfigError(incomparable)
@@ -125,15 +128,16 @@ def plan_runs(
             # Meant for the other variants; the rules refuse it without FP8.
             logging = replace(logging, fp8_statistics_interval=None)
             own.append("logging.fp8_statistics_interval=null")
-        loaded = replace(whole, model=model, logging=logging, run_dir=str(path))
+        planned = replace(whole, model=model, logging=logging, run_dir=str(path))
         return PlannedRun(
             variant=variant,
             role=role,
             seed=seed,
             run_dir=path,
-            overrides=(*overrides, *variant.overrides, *own, run_dir_override(path)),
-            config=loaded,
-            problems=tuple(config_problems(loaded, launch_of(loaded))),
+            overrides=(*loaded[variant].overrides, *own, run_dir_override(path)),
+            unread=loaded[variant].unread,
+            config=planned,
+            problems=tuple(config_problems(planned, launch_of(planned))),
         )
 
     first, baseline = config.model.seed, variants[0]

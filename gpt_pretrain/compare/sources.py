@@ -9,7 +9,6 @@ finished or not, are read here. Their configuration is read as plain values beca
 """
 
 import math
-import re
 import statistics
 from collections import Counter
 from collections.abc import Sequence
@@ -35,9 +34,10 @@ from gpt_pretrain.compare.series import (
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import UserError, show
-from gpt_pretrain.config.files import check_yaml, read_foreign_text
+from gpt_pretrain.config.errors import UserError, list_argument, show
+from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.config.keys import flatten
+from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
@@ -94,9 +94,8 @@ def _read_directory(place: Path) -> list[RunRecord]:
 
 def _as_argument(places: Sequence[Path]) -> str:
     """The first few places in the command line's form."""
-    shown = [f'"{place}"' if re.search(r"[^\w./+-]", str(place)) else str(place) for place in places[:_SHOWN]]
-    more = len(places) - len(shown)
-    return f"runs=[{','.join(shown)}]" + (f" and {more} more" if more else "")
+    more = len(places) - _SHOWN
+    return list_argument("runs", [str(place) for place in places[:_SHOWN]]) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_file(place: Path) -> list[RunRecord]:
@@ -203,7 +202,7 @@ def _read_config(path: Path) -> dict[str, str]:
         }
     except FileNotFoundError:
         return {}
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{path} is not the configuration of a run: {error}; restore it, or remove it") from error
     return _with_widths(settings)
 

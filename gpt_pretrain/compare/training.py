@@ -22,7 +22,7 @@ from gpt_pretrain.benchmark.results import PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import variant_refusals
 from gpt_pretrain.benchmark.worker import run_task
 from gpt_pretrain.compare.planned import PlannedRun, plan_runs
-from gpt_pretrain.config.errors import ConfigError, RunError
+from gpt_pretrain.config.errors import ConfigError, RunError, override_word
 from gpt_pretrain.config.files import parse_json, read_foreign_text, write_file
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
@@ -142,7 +142,9 @@ def train_variants(
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
             progress.close()
-            print_line(console, f"stopped; run the same command with run_dir={run_dir} to continue")
+            print_line(
+                console, f"stopped; run the same command with {override_word('run_dir', str(run_dir))} to continue"
+            )
             raise
         finally:
             progress.close()
@@ -170,7 +172,7 @@ def _refused_here(
 
 
 def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
-    """Says which variants are left out; refuses if the baseline or all others are."""
+    """Says which variants are left out, and what others go without; refuses if the baseline or all others are."""
     seeds = [run for run in runs if run.role == "seed"]
     left = {run.variant.name for run in seeds if not run.problems or run.is_finished}
     refused = {run.variant.name: run.problems for run in seeds if run.variant.name not in left}
@@ -178,6 +180,8 @@ def _tell_left_out(runs: Sequence[PlannedRun], console: Console) -> None:
         raise ConfigError([f"{problem} [{name}]" for name, problems in refused.items() for problem in problems])
     for name, problems in refused.items():
         print_line(console, f"{name} is left out: {ConfigError(problems)}")
+    for line in dict.fromkeys(line for run in seeds for line in run.unread):
+        print_line(console, line)
 
 
 def _next_folder(place: Path) -> Path:

@@ -4,10 +4,18 @@
 """
 
 import math
+import os
+import re
+import shlex
 from collections.abc import Sequence
 from decimal import Decimal
 from enum import Enum
 from typing import Any
+
+# Of a value in a message: a file's own may have megabytes.
+_LONGEST_VALUE = 1000
+# Read by Hydra and by a shell as it stands.
+_PLAIN = re.compile(r"[\w./+-]+", re.ASCII)
 
 
 class UserError(ValueError):
@@ -45,7 +53,42 @@ def show(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, Enum):
         return value.name
-    return repr(value)
+    text = repr(value)
+    return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}… ({len(text):,} characters)"
+
+
+def visible(text: str, keep: str = "") -> str:
+    """Text with control characters, line ends among them, as escapes: names must steer neither terminal nor file."""
+    return "".join(each if each.isprintable() or each in keep else repr(each)[1:-1] for each in text)
+
+
+def shell_word(text: str) -> str:
+    """Text as one word of a command to paste, in one line."""
+    if text.isprintable():
+        return shlex.quote(text)
+    special = {"'": "\\'", "\\": "\\\\"}
+    return "$'" + "".join(special.get(each, each) if each.isprintable() else _in_bytes(each) for each in text) + "'"
+
+
+def _in_bytes(character: str) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in os.fsencode(character))
+
+
+def override_word(key: str, value: str) -> str:
+    """An override of a string as one word of a command to paste."""
+    return f"{key}={value}" if _PLAIN.fullmatch(value) else shell_word(f"{key}={hydra_quoted(value)}")
+
+
+def list_argument(key: str, values: Sequence[str]) -> str:
+    """A list of strings as commands with a few arguments read it, with quotes where needed; not yet a shell's word."""
+    doubled = (value.replace('"', '""') for value in values)
+    shown = (value if _PLAIN.fullmatch(value) else f'"{value}"' for value in doubled)
+    return f"{key}=[{','.join(shown)}]"
+
+
+def hydra_quoted(text: str) -> str:
+    """A string in Hydra's quotes, in which a backslash is special only before a quote."""
+    return "'" + re.sub(r"(\\*)'", r"\1\1\\'", text) + "'"
 
 
 def written(value: Any) -> str:

@@ -10,15 +10,24 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.files import ForeignFileError, check_yaml
-from gpt_pretrain.config.keys import UNSUPPORTED_VALUES, Key, is_known, schema_keys, schema_sections, unknown_key
+from gpt_pretrain.config.files import ForeignFileError
+from gpt_pretrain.config.keys import (
+    UNSUPPORTED_VALUES,
+    Key,
+    flatten,
+    is_known,
+    many_unknown,
+    schema_keys,
+    schema_sections,
+    unknown_key,
+)
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.values import WrongValue, convert
+from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
 # Keys that configurations of earlier versions lack, with the values that keep their models; null leaves kernels and the
 # like to this version. Every new key belongs here: without its value, `export` and `generate` refuse all checkpoints
@@ -216,7 +225,7 @@ def _load_yaml(path: Path) -> DictConfig:
         raise ConfigError([f"{path}: there is no such file; a run writes its configuration there"]) from None
     except ForeignFileError as error:
         raise ConfigError([str(error)]) from error
-    except (yaml.YAMLError, OmegaConfBaseException, OSError, ValueError, RecursionError) as error:
+    except (OmegaConfBaseException, OSError, *UNREADABLE) as error:
         raise ConfigError([f"{path} cannot be read: {error}"]) from error
     if not isinstance(composed, DictConfig):
         raise ConfigError([f"{path} holds no configuration but a list"])
@@ -230,7 +239,10 @@ def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
 
 
 def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
-    looked_up = _interpolations(OmegaConf.to_container(saved, resolve=False))
+    values = OmegaConf.to_container(saved, resolve=False)
+    if many := many_unknown(path for path, _ in flatten(values)):
+        return saved, many
+    looked_up = list(_interpolations(values))
     whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
     assert isinstance(whole, DictConfig)
     return whole, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]

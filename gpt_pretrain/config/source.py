@@ -20,7 +20,7 @@ from typing import Any
 import yaml
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
-from hydra._internal.config_repository import ConfigRepository, IConfigRepository
+from hydra._internal.config_repository import CachingConfigRepository, ConfigRepository, IConfigRepository
 from hydra._internal.utils import create_config_search_path
 from hydra.core.config_search_path import ConfigSearchPath, SearchPathQuery
 from hydra.core.default_element import GroupDefault, ResultDefault
@@ -34,9 +34,11 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.files import check_yaml, find_conf_dir
+from gpt_pretrain.config.files import ForeignFileError, find_conf_dir
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.load import load_saved_values
+from gpt_pretrain.config.lookups import bounded_lookups
+from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
 JOB_NAME = "gpt_pretrain"
 
@@ -94,11 +96,15 @@ class _Original[T]:
     def __init__(self, value: T) -> None:
         self.value = value
         self._pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self.num_bytes = len(self._pickled)
 
     def copy(self) -> T:
         copied: T = pickle.loads(self._pickled)
         return copied
 
+
+# Of a composition, which names 30 files in defaults lists. Files that name two others each double with each level.
+_MOST_FILES, _MOST_PICKLED = 500, 1 << 26
 
 # A file, identified by its place and its state on disk.
 _FileKey = tuple[Any, ...]
@@ -126,11 +132,13 @@ class _Files(ConfigRepository):
         key = self.key(config_path)
         if key is not None and key not in _READ:
             foreign = self.foreign_file(config_path)
-            if foreign is not None:
-                check_yaml(foreign)
             try:
+                if foreign is not None:
+                    check_yaml(foreign)
                 read = super().load_config(config_path)
-            except (yaml.YAMLError, RecursionError) as error:
+            except ForeignFileError as error:
+                raise ConfigError([str(error)]) from error
+            except UNREADABLE as error:
                 said = " ".join(str(error).split())
                 raise ConfigError([f"{foreign or config_path} cannot be read: {said}"]) from error
             assert read is not None
@@ -156,6 +164,23 @@ class _Files(ConfigRepository):
     def __deepcopy__(self, memo: object) -> "_Files":
         # Hydra copies the repository for each composition.
         return self
+
+
+class _BoundedFiles(CachingConfigRepository):
+    """The files of one composition: Hydra asks for one each time that a defaults list names it."""
+
+    def __init__(self, files: _Files, cache: dict[str, ConfigResult | None]) -> None:
+        super().__init__(files)
+        self.cache = cache
+        self._files, self._num_asked, self._num_bytes = files, 0, 0
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        file = self._files.read(config_path)
+        self._num_asked += 1
+        self._num_bytes += 0 if file is None else file.num_bytes
+        if self._num_asked > _MOST_FILES or self._num_bytes > _MOST_PICKLED:
+            raise ConfigError([f"{config_path}: the defaults lists name more than a configuration has; shorten them"])
+        return super().load_config(config_path)
 
 
 def _file_path(source: ConfigSource, config_path: str) -> Path:
@@ -212,7 +237,8 @@ class Loader(ConfigLoaderImpl):
             # Groups, and keys, which name no folder. `model={…}` sets keys.
             options = (line.partition("=") for line in overrides)
             self._chosen = {name.lstrip("+") for name, _, option in options if not option.startswith("{")}
-            composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
+            with bounded_lookups():
+                composed = super().load_configuration(config_name, overrides, run_mode, *args, **kwargs)
             # Checked here because Hydra composes nowhere else, and acts on the result.
             for default, file in self._read(self._merged):
                 foreign = self._files.foreign_file(str(default.config_path))
@@ -220,6 +246,12 @@ class Loader(ConfigLoaderImpl):
                     _check_hydras_own(foreign, file, default.package or "")
             self._composed[key] = _Original(composed), self._merged
         return self._composed[key][0].copy()
+
+    def _parse_overrides_and_create_caching_repo(
+        self, config_name: str | None, overrides: list[str]
+    ) -> tuple[list[Override], CachingConfigRepository]:
+        parsed, caching = super()._parse_overrides_and_create_caching_repo(config_name, overrides)
+        return parsed, _BoundedFiles(self._files, caching.cache)
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
         """Hydra's own, which alone sees the files of a composition; it merges the same files once."""

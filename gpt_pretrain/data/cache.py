@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.progress import BarColumn, TaskProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress import Progress as RichProgress
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, visible
 from gpt_pretrain.config.files import expand_user, fsync_tree, new_directory, read_foreign_value, write_file
 from gpt_pretrain.config.schema import DataConfig
 from gpt_pretrain.launch.environment import disk_is_full
@@ -73,9 +73,9 @@ class Progress:
         if not self._show:
             return
         if self._bar is not None:
-            self._bar.console.print(message, highlight=False, markup=False)
+            self._bar.console.print(visible(message), highlight=False, markup=False)
         else:
-            print(message, file=sys.stderr, flush=True)
+            print(visible(message), file=sys.stderr, flush=True)
 
     def start(self, stage: str, total: int) -> None:
         """Ends the current step and begins one of `total` units."""

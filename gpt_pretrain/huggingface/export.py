@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, open_checkpoint
-from gpt_pretrain.config.errors import UserError, counted
+from gpt_pretrain.config.errors import UserError, counted, visible
 from gpt_pretrain.config.files import new_directory
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
@@ -108,7 +108,7 @@ def export_hf(
     types = ", ".join(sorted({_torch_name(part) for part in parts.values()}))
     num_parameters = sum(part.numel() for part in parts.values())
     return (
-        f"written: {out}\n"
+        f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {types}, {num_bytes:,} bytes in "
         f"{counted(len(shards), 'file')}\n"
         + ("  no tokenizer: the checkpoint's model has none\n" if saved.tokenizer is None else "")

@@ -24,7 +24,7 @@ from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.checkpoint.state import architecture as architecture_of
 from gpt_pretrain.checkpoint.state import layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
-from gpt_pretrain.config.errors import ConfigError, UserError, written
+from gpt_pretrain.config.errors import ConfigError, UserError, shell_word, visible, written
 from gpt_pretrain.config.files import read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
@@ -124,9 +124,9 @@ def import_hf(source: Path, out: Path) -> str:
         # Without the rows that pad the vocabulary.
         num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
     return (
-        f"written: {out}\n"
+        f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {', '.join(sorted(types))}\n"
-        f"continue with: python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=…\n"
+        f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
         + ("  no tokenizer.json found: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
     )
 
@@ -205,8 +205,8 @@ def _write_experiment(path: Path, source: Path, fields: Mapping[str, Any], confi
     path.parent.mkdir()
     path.write_text(
         "# @package _global_\n"
-        f"# {source.name}, imported. Start with its weights, and name the data:\n"
-        f"#     python -m gpt_pretrain --config-dir {out} experiment={_EXPERIMENT} data=text …\n"
+        f"# {visible(source.name)}, imported. Start with its weights, and name the data:\n"
+        f"#     python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=text …\n"
         "defaults:\n  - override /model: base\n\n" + OmegaConf.to_yaml(values),
         encoding="utf-8",
     )

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.plan.machine import planned_problems, platform_problems
@@ -51,7 +51,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         run_dir = make_run_dir(job.config.run_dir, job.config.name)
         plan = build_plan(job.config)
         print_plan(plan, console_of_width(WIDTH, at_most=WIDTH))
-        sys.stdout.write(f"\nwritten: {write_plan(plan, run_dir)}\n")
+        sys.stdout.write(f"\nwritten: {visible(str(write_plan(plan, run_dir)))}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

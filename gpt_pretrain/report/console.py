@@ -7,16 +7,18 @@ record arrives: a redraw timer would wake the thread that launches the GPU's ker
 
 import math
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Self
 
-from rich.console import Console, Group
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
+from gpt_pretrain.config.errors import visible
 from gpt_pretrain.report.columns import log_line, log_pairs, place_of, screen_columns, screen_line
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import (
@@ -40,9 +42,21 @@ MAX_WIDTH = 100
 _NUM_TENSORS = 3
 
 
+class SafeConsole(Console):
+    """A console on which no text steers the terminal, whatever is in names, logs and samples; styles still do."""
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
+        """As rich's, with control characters as escapes."""
+        for segment in super().render(renderable, options):
+            if segment.control or segment.text == "\n" or segment.text.isprintable():
+                yield segment
+            else:
+                yield Segment(visible(segment.text, keep="\n\t"), segment.style)
+
+
 def console_of_width(width: int, *, at_most: int | None = None) -> Console:
     """Standard output: as wide as its terminal, but no more than `at_most`, or `width` columns without one."""
-    console = Console(highlight=False, emoji=False)
+    console = SafeConsole(highlight=False, emoji=False)
     if not console.file.isatty():
         console.width = width
     elif at_most is not None:
@@ -55,7 +69,7 @@ def print_line(out: Console, line: str) -> None:
     out.print(line, soft_wrap=True, markup=False, highlight=False, emoji=False)
 
 
-class _Output(Console):
+class _Output(SafeConsole):
     """Standard output; when its reader is gone, the run stops as it does when its terminal closes."""
 
     def on_broken_pipe(self) -> None:

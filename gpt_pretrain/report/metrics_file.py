@@ -13,6 +13,7 @@ import os
 import stat
 import time
 import uuid
+from bisect import bisect, insort
 from collections.abc import Mapping
 from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, dataclass, field, fields
@@ -189,35 +190,60 @@ def load_records(path: Path) -> Metrics:
         lines.pop()
 
     metrics = Metrics()
-    by_step: dict[type[Record], dict[int, Any]] = {kind: {} for kind in _BY_STEP}
+    by_step = {kind: _ByStep() for kind in _BY_STEP}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         match _parse(line, f"{path}:{number}"):
             case StartRecord() | RewindRecord(problem=None) as restart:
                 for records in by_step.values():
-                    for step in [step for step in records if step > restart.step]:
-                        del records[step]
+                    records.drop_after(restart.step)
                 _begin_again(metrics, restart)
             case Fp8CoverageRecord() as record:
-                metrics.fp8_coverage = by_step[Fp8CoverageRecord][record.step] = record
+                metrics.fp8_coverage = record
+                by_step[Fp8CoverageRecord].put(record)
             case SummaryRecord() as record:
                 metrics.summary = record
             case Record() as record if type(record) in by_step:
-                by_step[type(record)][record.step] = record
+                by_step[type(record)].put(record)
     for kind, name in _BY_STEP.items():
-        setattr(metrics, name, [by_step[kind][step] for step in sorted(by_step[kind])])
+        setattr(metrics, name, by_step[kind].in_order())
     return metrics
 
 
+class _ByStep:
+    """The newest record of each step, in the order of steps: a file may have as many restarts as records."""
+
+    def __init__(self) -> None:
+        self._steps: list[int] = []
+        self._records: dict[int, Any] = {}
+
+    def put(self, record: Record) -> None:
+        if record.step not in self._records:
+            insort(self._steps, record.step)
+        self._records[record.step] = record
+
+    def drop_after(self, step: int) -> None:
+        kept = bisect(self._steps, step)
+        for later in self._steps[kept:]:
+            del self._records[later]
+        del self._steps[kept:]
+
+    def in_order(self) -> list[Any]:
+        return [self._records[step] for step in self._steps]
+
+
 def _begin_again(metrics: Metrics, restart: StartRecord | RewindRecord) -> None:
-    metrics.starts = [start for start in metrics.starts if start.step <= restart.step]
-    metrics.rewinds = [rewind for rewind in metrics.rewinds if rewind.step <= restart.step]
+    # Both are in the order of steps. A start followed by another at the same step logged nothing.
+    kept_starts = restart.step + isinstance(restart, RewindRecord)
+    while metrics.starts and metrics.starts[-1].step >= kept_starts:
+        metrics.starts.pop()
+    while metrics.rewinds and metrics.rewinds[-1].step > restart.step:
+        metrics.rewinds.pop()
     if isinstance(restart, RewindRecord):
         metrics.rewinds.append(restart)
         return
-    # A start followed by another at the same step logged nothing.
-    metrics.starts = [start for start in metrics.starts if start.step < restart.step] + [restart]
+    metrics.starts.append(restart)
     metrics.fp8_coverage, metrics.summary = None, None
 
 

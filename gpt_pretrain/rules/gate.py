@@ -10,7 +10,7 @@ Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The
 All jobs of a sweep pass it before the first one starts.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -23,8 +23,9 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.keys import flatten, is_known, unknown_key
+from gpt_pretrain.config.keys import flatten, is_known, many_unknown, unknown_key
 from gpt_pretrain.config.load import read_config
+from gpt_pretrain.config.lookups import bounded_lookups
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.signals import ended_at_once
@@ -59,6 +60,8 @@ class Job:
         return " ".join(self.overrides)
 
 
+# Whose keys need an effect in one of the variants, each of which is checked (`benchmark.variants`).
+_WITH_VARIANTS = ("benchmark", "compare")
 # Problems of a configuration that runs here or is submitted to Slurm.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
 
@@ -91,6 +94,8 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
             continue
         if not package:
             content = {name: value for name, value in content.items() if name != "hydra"}
+        if many := many_unknown(path for path, _ in flatten(content, package)):
+            raise ConfigError([f"{file}: {problem}" for problem in many])
         for path, _ in flatten(content, package):
             if not is_known(path):
                 problems.append(f"{file}: {unknown_key(path)}")
@@ -99,10 +104,9 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
     if loader.saved is not None:
         assert source.saved_config is not None
         file = _display(source.saved_config.resolve())
-        for path, _ in flatten(OmegaConf.to_container(loader.saved, resolve=False)):
-            if not is_known(path):
-                problems.append(f"{file}: {unknown_key(path)}")
-            origins[path] = file
+        saved = [path for path, _ in flatten(OmegaConf.to_container(loader.saved, resolve=False))]
+        problems += [f"{file}: {unknown_key(path)}" for path in saved if not is_known(path)]
+        origins |= dict.fromkeys(saved, file)
     return problems, origins
 
 
@@ -116,6 +120,7 @@ def default_run_dir(composed: DictConfig) -> DictConfig:
     return composed
 
 
+@bounded_lookups()
 def _read_job(
     loader: Loader, lines: Sequence[str], number: int, given: frozenset[str], *, multirun: bool, complete: bool
 ) -> tuple[DictConfig, Config | None, list[str]]:
@@ -150,6 +155,7 @@ def _read_job(
     return composed, config, [*problems, *(problem for problem in wrong if problem not in named)]
 
 
+@bounded_lookups()
 def _sweep(loader: Loader, accepted: Sequence[Override]) -> tuple[list[list[str]], Submission | None]:
     """The overrides of each job, as Hydra's own sweeper splits them, and how the jobs are submitted to Slurm."""
     base = loader.compose(lines_of(accepted), RunMode.MULTIRUN)
@@ -164,7 +170,21 @@ def _sweep(loader: Loader, accepted: Sequence[Override]) -> tuple[list[list[str]
     params = [parse_override(f"{key}={value}") for key, value in (base.hydra.sweeper.params or {}).items()]
     tasks = [override for override in accepted if not override.is_hydra_override()]
     submission = read_submission(base.hydra.launcher) if is_submission(base.hydra.launcher) else None
+    for override in params:
+        override.config_loader = loader
+    if problems := [*chain.from_iterable(map(_no_values, [*params, *tasks]))]:
+        raise ConfigError(problems)
     return BasicSweeper.split_arguments([*params, *tasks], None)[0], submission
+
+
+def _no_values(override: Override) -> Iterator[str]:
+    """Why an override gives a sweep nothing to run: without a value of one key there is no run at all."""
+    if not override.is_sweep_override():
+        return
+    if override.is_interval_sweep():
+        yield f"{override.input_line}: an interval has no values to run one by one; use range(…) or choice(…)"
+    elif not any(True for _ in override.sweep_iterator()):
+        yield f"{override.input_line}: no value, so the sweep would start no run; name one, or leave it out"
 
 
 def _told_once(found: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
@@ -197,6 +217,9 @@ def check_command(
         ConfigError: Everything that is wrong.
     """
     parsed, problems = parse_overrides(overrides, loader.groups())
+    for override in parsed:
+        # For `GROUP=glob(*)`.
+        override.config_loader = loader
     loader.search_also(parsed)
     groups = loader.groups()
     refused = [list(override_problems(override, loader, groups, command)) for override in parsed]
@@ -232,7 +255,8 @@ def check_command(
         if config is None:
             continue
         if rules is not None and not wrong:
-            wrong += [*given_without_effect(config, given), *rules(config, submission)]
+            unread = [] if command in _WITH_VARIANTS else given_without_effect(config, given)
+            wrong += [*unread, *rules(config, submission)]
         arguments: list[str] = []
         if submission is not None:
             arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)

@@ -318,16 +318,29 @@ def no_effect_problems(run: Resolved) -> Iterator[str]:
 
 
 def given_without_effect(config: Config, given: frozenset[str]) -> list[str]:
-    """A message for each key of the command line, including elements of lists, that the run does not read."""
-    run = resolve(config)
+    """A message for each key of the command line, including elements of lists, that only the command line asks for."""
     return [
         f"{_setting(config, row.key)} has no effect with {why}; leave it out"
-        for row in _table()
+        for row, why in _unread(config, given)
         if not row.instead
-        and (row.silent is None or row.is_asked(config))
-        and any(path == row.key or path.startswith(f"{row.key}.") for path in given)
-        and (why := row.why(run))
     ]
+
+
+def unread_keys(config: Config, given: frozenset[str]) -> dict[str, str]:
+    """The keys of the command line that are refused because the run does not read them, and why."""
+    return {path: why for row, why in _unread(config, given) for path in given if _is_of(path, row)}
+
+
+def _unread(config: Config, given: frozenset[str]) -> Iterator[tuple[NoEffect, str]]:
+    run = resolve(config)
+    for row in _table():
+        is_asked = row.is_asked(config) if row.instead or row.silent is not None else True
+        if is_asked and any(_is_of(path, row) for path in given) and (why := row.why(run)):
+            yield row, why
+
+
+def _is_of(path: str, row: NoEffect) -> bool:
+    return path == row.key or path.startswith(f"{row.key}.")
 
 
 def _setting(config: Config, key: str) -> str:

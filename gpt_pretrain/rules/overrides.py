@@ -102,7 +102,7 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
     elif override.is_force_add() or (override.is_add() and _is_chosen(group, loader)):
         yield f"{line}: a group's option is chosen without plus signs: {line and line.lstrip('+')}"
     else:
-        chosen = override.sweep_iterator(Transformer.str) if override.is_sweep_override() else [value]
+        chosen = override.sweep_iterator(Transformer.str) if override.is_discrete_sweep() else [value]
         options = loader.options(group)
         for option in chosen:
             if isinstance(option, list):

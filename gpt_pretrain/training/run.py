@@ -12,7 +12,7 @@ import torch
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.save import PlaceProblem
 from gpt_pretrain.config.derived import max_time_s, save_interval_s
-from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.errors import RunError, override_word
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
@@ -183,7 +183,7 @@ def _sum_up(
     if newest is not None:
         places["checkpoint"] = str(newest)
     if reason != "max_steps" and newest is not None:
-        places["continue with"] = f"the same command again with run_dir={setup.run_dir}"
+        places["continue with"] = f"the same command again with {override_word('run_dir', str(setup.run_dir))}"
         if config.checkpoint.resume != "auto":
             places["continue with"] += " checkpoint.resume=auto"
     console.print_summary(summary, metrics, places)
