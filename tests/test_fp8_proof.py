@@ -100,6 +100,65 @@ def test_a_fault_of_later_steps_ends_the_run_at_the_next_proof(tmp_path, cache_d
     assert [record.step for record in load_metrics(tmp_path / "run").train] == steps
 
 
+@pytest.mark.parametrize("sabotage", ["leave_fp8_after_the_first_step", "shift_a_layer_from_the_second_step"])
+def test_a_fault_from_the_second_step_on_ends_a_run_at_its_tenth_after_a_checkpoint(tmp_path, cache_dir, sabotage):
+    saved = ("trainer.max_steps=12", "checkpoint.save_at_end=true", "checkpoint.async_save=false")
+    overrides = [*ONE_STEP, *saved, "fp8=tensorwise"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
+    done = fork_ranks(1, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
+    assert done.returncode == 2, done.stderr[-3000:]
+    for told in ("in step 10", "Step 10 is saved", "logging.fp8_proof=warn"):
+        assert told in done.stderr
+    goes_on = fork_ranks(1, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:], "logging.fp8_proof=warn"])
+    assert goes_on.returncode == 0, goes_on.stderr[-3000:]
+    assert load_metrics(tmp_path / "run").starts[-1].step == 10
+
+
+@pytest.mark.parametrize(
+    ("sabotage", "layers"),
+    [
+        ("lose_scales_of_a_layer", {"decoder.layers.1.mlp.linear_fc1"}),
+        ("swap_scales_of_two_layers", {"decoder.layers.0.mlp.linear_fc1 and 1 more"}),
+    ],
+)
+def test_scales_that_a_resume_lost_or_swapped_end_the_run_at_its_first_step(tmp_path, cache_dir, sabotage, layers):
+    run = [*ONE_STEP[:1], *ONE_STEP[2:3], "model.num_layers=2", "fp8=delayed", "checkpoint.async_save=false"]
+    run_small(1, tmp_path / "run", cache_dir, [*run, "trainer.max_steps=3"])
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, [*run, "trainer.max_steps=6"])
+    done = fork_ranks(1, ["tests/programs/sabotaged_run.py", sabotage, *arguments[2:]])
+    assert done.returncode == 2, done.stderr[-3000:]
+    assert "in step 4" in done.stderr
+    rows = [re.split("  +", line.strip()) for line in done.stderr.splitlines()]
+    found = {row[-1] for row in rows if row[0] == "scales and amax histories"}
+    assert found == layers
+    # What was saved before stands, and a healthy process goes on with it.
+    run_small(1, tmp_path / "run", cache_dir, [*run, "trainer.max_steps=6"])
+
+
+def test_a_failed_proof_is_a_warning_on_demand(tmp_path, cache_dir):
+    overrides = [*ONE_STEP, "trainer.max_steps=2", "fp8=delayed", "logging.fp8_proof=warn"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
+    done = fork_ranks(1, ["tests/programs/sabotaged_run.py", "replace_emulated_layers", *arguments[2:]])
+    assert done.returncode == 0, done.stderr[-3000:]
+    metrics = load_metrics(tmp_path / "run")
+    (proof,) = metrics.fp8_proofs
+    assert (proof.gemm_flops_share, proof.step) == (0.0, 1)
+    assert any(QKV in warning and "no such product" in warning for warning in proof.warnings)
+    assert all(warning in done.stdout for warning in proof.warnings)
+    assert (metrics.summary.fp8_proofs, metrics.summary.fp8_proofs_with_warnings) == (1, 1)
+
+
+def test_a_run_without_proofs_says_that_its_fp8_is_unproven(tmp_path, cache_dir):
+    overrides = [*ONE_STEP, "trainer.max_steps=2", "fp8=delayed", "logging.fp8_proof=never"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, overrides)
+    done = fork_ranks(1, ["tests/programs/sabotaged_run.py", "replace_emulated_layers", *arguments[2:]])
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "UNPROVEN (logging.fp8_proof=never)" in done.stdout
+    assert "FP8 proofs: none" in done.stdout
+    metrics = load_metrics(tmp_path / "run")
+    assert (metrics.fp8_proofs, metrics.summary.fp8_proofs) == ([], 0)
+
+
 def test_a_step_that_updates_nothing_leaves_the_proof_to_the_next(tmp_path):
     """Its delayed scales and histories have been put back, and infinities have no scale."""
     with emulated_training(*emulate("delayed")) as training:

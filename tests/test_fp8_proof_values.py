@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.fp8.casts import Directions
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.spec.recipes import RECIPES, recipes_of
@@ -378,6 +379,32 @@ def test_a_weight_that_is_not_rounded_is_found_by_every_proof(layer, number):
             prove(training, step=number)
     assert {each.module for each in error.value.differences} == {f"{layer}.{FC1}"}
     assert "rounding of the weight in forward" in {each.what for each in error.value.differences}
+
+
+def test_the_input_of_another_microbatch_in_a_weight_gradient_is_found():
+    with emulated_training(*TENSORWISE) as training:
+        kept = []
+
+        def earlier(x, directions):
+            kept.append(directions.along_columns)
+            return Directions(directions.along_rows, kept[max(0, len(kept) - 2)])
+
+        change_cast(layer_of(training, FC1), Role.input, earlier)
+        with pytest.raises(ProofError) as error:
+            prove(training, step=1)
+    assert {each.module for each in error.value.differences} == {f"{LAYER}.{FC1}"}
+    assert "input in wgrad" in {each.what for each in error.value.differences}
+
+
+def test_a_history_that_is_empty_beside_filled_ones_is_told():
+    with emulated_training(*DELAYED) as training:
+        for _ in range(3):
+            training.step()
+        layer = layer_of(training, FC1)
+        layer.fp8_meta["scaling_fwd"].amax_history[:, 0].zero_()
+        layer.fp8_meta["scaling_fwd"].scale[0] = 1.0
+        (warning,) = prove(training, step=1).warnings
+    assert all(each in warning for each in (f"{LAYER}.{FC1}", "input: amax history", "empty"))
 
 
 def test_values_that_had_been_rounded_before_are_told():

@@ -5,8 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from gpt_pretrain.fp8.comparisons import OPERANDS_OF_WGRAD
 from gpt_pretrain.fp8.gemms import Phase
-from gpt_pretrain.fp8.proof import ProofError
+from gpt_pretrain.fp8.proof import Proof, ProofError
 from tests import te_training as te
 from tests.sabotages import LAYER, layer_of, prove, prove_steps, told_by_proof
 
@@ -198,6 +199,28 @@ def test_products_of_other_numbers_are_found(name, monkeypatch):
     kinds = {"linear": {PROJ, FC2}, "layernorm_linear": {QKV, FC1}}[place]
     assert any(f"result of {phase.value}" in row for row in told), told
     assert all(any(kind in row for kind in kinds) for row in told), told
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
+def test_the_input_of_another_microbatch_in_a_weight_gradient_is_found(recipe, monkeypatch):
+    """As Transformer Engine reports it: the operand that cuBLAS gets is another microbatch's."""
+    inputs = []
+
+    def earlier(gemm, a, b, given):
+        inputs.append(a)
+        # Two layers' linear_proj and linear_fc2 in each microbatch.
+        return gemm(inputs[-5] if len(inputs) > 4 else a, b, **given)
+
+    with te.te_training(f"fp8={recipe}") as training:
+        trainable = training.trainable
+        proof = Proof(trainable.model, trainable.optimizer, 1)
+        with proof.watching():
+            te.change_product(monkeypatch, "linear", Phase.wgrad, earlier)
+            training.step()
+            monkeypatch.undo()
+        with pytest.raises(ProofError) as error:
+            proof.judge()
+    assert {each.what for each in error.value.differences if each.comparison is OPERANDS_OF_WGRAD} == {"input in wgrad"}
 
 
 def test_a_stored_weight_with_another_scale_is_found():

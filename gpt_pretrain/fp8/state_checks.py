@@ -156,7 +156,7 @@ class Replay:
         yield from self._emptied(dict(zip(tensors, passes, strict=True)))
 
     def _emptied(self, seen: Mapping[_Tensor, list[float]]) -> Iterator[Difference]:
-        """Histories that were empty before the step, while most of the same tensors of other layers had one."""
+        """Histories that were empty before the step, while half or more of the same tensors of other layers had one."""
         filled: dict[tuple[str, Role], list[bool]] = defaultdict(list)
         was_filled = {}
         for (name, role), begin in self._begin.items():
@@ -166,7 +166,7 @@ class Replay:
                 filled[self._linears[name].kind, role].append(was_filled[name, role])
         for (name, role), is_filled in was_filled.items():
             others = filled[self._linears[name].kind, role]
-            if not is_filled and 2 * sum(others) > len(others) and max(seen[name, role], default=0.0) > 0:
+            if not is_filled and 2 * sum(others) >= len(others) and max(seen[name, role], default=0.0) > 0:
                 planned, live = f"filled, as {sum(others)} of {len(others)} of its kind", "empty before the step"
                 yield _difference(EMPTY_HISTORY, (name, role), "amax history", planned, live)
 

@@ -86,6 +86,71 @@ def leave_fp8_after_the_first_step():
     layers.Fp8Linear._forward_impl, trainer.train_step = compute, step
 
 
+def _change_restored(change):
+    """Changes the state of delayed scaling of the loaded layers, by name, right after a checkpoint was loaded."""
+    from gpt_pretrain.fp8.local_layers import Fp8Linear
+    from gpt_pretrain.megatron.layers import whole_model_modules
+    from gpt_pretrain.training import setup
+
+    load = setup.load_checkpoint
+
+    def loaded(checkpoint, trainable, *given):
+        restored = load(checkpoint, trainable, *given)
+        modules = (pair for chunk in trainable.model.gpt_chunks for pair in whole_model_modules(chunk))
+        change({name: module for name, module in modules if isinstance(module, Fp8Linear)})
+        return restored
+
+    setup.load_checkpoint = loaded
+
+
+FC1 = "decoder.layers.{}.mlp.linear_fc1"
+
+
+def lose_scales_of_a_layer():
+    """A layer whose part of a checkpoint was not restored."""
+
+    def lose(layers):
+        for scaling in layers[FC1.format(1)].fp8_meta.values():
+            scaling.scale.fill_(1.0)
+            scaling.amax_history.zero_()
+
+    _change_restored(lose)
+
+
+def swap_scales_of_two_layers():
+    """Layers that got each other's part of a checkpoint."""
+
+    def swap(layers):
+        for name, one in layers[FC1.format(0)].fp8_meta.items():
+            other = layers[FC1.format(1)].fp8_meta[name]
+            for mine, theirs in ((one.scale, other.scale), (one.amax_history, other.amax_history)):
+                kept = mine.clone()
+                mine.copy_(theirs)
+                theirs.copy_(kept)
+
+    _change_restored(swap)
+
+
+def shift_a_layer_from_the_second_step():
+    """One layer's products are off by 1% once the first step has been watched."""
+    from gpt_pretrain.fp8 import local_layers as layers
+    from gpt_pretrain.training import trainer
+
+    steps, train_step, build = [], trainer.train_step, layers.Fp8Linear.__init__
+
+    def built(layer, *given, name, **more):
+        build(layer, *given, name=name, **more)
+        if name == FC1.format(1):
+            multiply = layer._products.multiply
+            layer._products.multiply = lambda *of: multiply(*of) * (1.01 if len(steps) > 1 else 1.0)
+
+    def step(*given):
+        steps.append(1)
+        return train_step(*given)
+
+    layers.Fp8Linear.__init__, trainer.train_step = built, step
+
+
 SABOTAGES = {
     sabotage.__name__: sabotage
     for sabotage in (
@@ -96,6 +161,9 @@ SABOTAGES = {
         swap_emulated_recipe,
         change_margin_of_rank_1,
         leave_fp8_after_the_first_step,
+        lose_scales_of_a_layer,
+        swap_scales_of_two_layers,
+        shift_a_layer_from_the_second_step,
     )
 }
 
