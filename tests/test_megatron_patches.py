@@ -219,13 +219,17 @@ def changes_of_others(source):
     return sorted(found)
 
 
+# OmegaConf's look-ups are bounded where configurations are read, which must not import megatron-core.
+OF_OTHERS = {"config/lookups.py"}
+
+
 def test_nothing_is_patched_but_through_patches():
     found = {
-        str(path.relative_to(PACKAGE)): lines
+        str(path.relative_to(PACKAGE))
         for path in sorted(PACKAGE.rglob("*.py"))
-        if path != Path(inspect.getfile(patches)) and (lines := changes_of_others(path.read_text()))
+        if path != Path(inspect.getfile(patches)) and changes_of_others(path.read_text())
     }
-    assert found == {}
+    assert found == OF_OTHERS
     assert changes_of_others(Path(inspect.getfile(patches)).read_text()), "where they are allowed they are seen"
 
 

@@ -146,8 +146,8 @@ def test_a_lock_without_a_run_is_taken_over_with_a_note(holder, age_s, why, tmp_
 
 def test_a_number_that_no_process_can_have_is_of_one_that_is_gone(tmp_path):
     write_lock(tmp_path, replace(ME, process=2**40, start=None))
-    with run_lock(tmp_path) as note:
-        assert "gone" in note
+    with run_lock(tmp_path) as held:
+        assert "gone" in held.note
 
 
 @pytest.mark.parametrize(("holder", "age_s"), ALIVE.values(), ids=ALIVE)

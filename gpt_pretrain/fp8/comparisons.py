@@ -106,8 +106,8 @@ RESULT = Comparison(
     stops=True,
 )
 USUAL_RESULT = Comparison(
-    what="the same on a GPU, with the error that its sums usually have",
-    bound="1e-2 of the norm, more where terms have one sign (measured on an H100, benchmarks/fp8_h200.md)",
+    what="the same on a GPU: how many times the product the result is, by least squares",
+    bound="1 within 1e-2, what sums of one sign lose, and four standard errors (tests/test_fp8_results.py)",
     stops=False,
 )
 ROUNDING = Comparison(

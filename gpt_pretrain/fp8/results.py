@@ -4,8 +4,9 @@
 operand or the other as it was before its cast. Three facts follow.
 
 The result may differ from the product of its codes by rounding and by what its sums lose (`gemms.Sums`). That bound is
-proven, but loose on tensor cores, where unsplit sums of terms of one sign lose up to a seventh. So a second bound, of
-what is usual, warns: sums of random signs lose little, because the errors cancel like the terms.
+proven, but loose on tensor cores, where unsplit sums of terms of one sign lose up to a seventh, and sums that nearly
+cancel much of their rest. So a second bound, of what is usual, warns: on average over its lines, a result is not larger
+or smaller than the product of its codes.
 
 Whether an operand was rounded at all shows in a direction. Let d be the change of the product if the operand were not
 rounded. A result made of codes lies near 0 along d, one made of values near 1. Other errors do not follow d. So it does
@@ -26,8 +27,9 @@ from gpt_pretrain.fp8.gemms import QUOTIENT_ERROR, Fp8Operand, Operand, Phase, P
 SIDE = 128
 # The dimension of each operand that the product does not sum over.
 _OWN_DIMENSION = {Phase.forward: (0, 0), Phase.dgrad: (0, 1), Phase.wgrad: (1, 1)}
-# The relative error of products on tensor cores that is usual, beside what terms of one sign lose.
-_USUAL_ERROR = 1e-2
+# The relative error of products on tensor cores that is usual, beside what terms of one sign lose, and beside so many
+# standard errors of its estimate.
+_USUAL_ERROR, _DEVIATIONS = 1e-2, 4.0
 # The relative error of adding a product to an fp32 gradient.
 _FP32_ROUNDING = 2.0**-23
 # Of fp32 and BF16.
@@ -129,9 +131,11 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
     limit = rounding + lost * magnitudes
     checks.add(RESULT, module, what, away > limit, limit / size, away / size, planned=planned, live=live)
     if product.sums is not Sums.fp32:
-        usual = _USUAL_ERROR * size + usually_lost
-        planned = "usually " + planned
-        checks.add(USUAL_RESULT, module, what, away > usual, usual / size, away / size, planned=planned, live=live)
+        share, noise = _gain(found, again)
+        usual = _USUAL_ERROR + usually_lost / size + _DEVIATIONS * noise
+        off = ((share - 1).abs() > usual) & (again.norm() > rounding)
+        planned, live = "usually the product of its codes within {0:.3g}", "{1:.4g} times that"
+        checks.add(USUAL_RESULT, module, what, off, usual, share, planned=planned, live=live)
     for place, (operand, values) in enumerate(zip(product.operands, unrounded, strict=True)):
         if values is None:
             continue
@@ -142,6 +146,19 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
         what = f"rounding of the {role_name(operand.role)} in {phase.value}"
         planned, live = "in the result", "{1:.0%} of the way to the product without it"
         checks.add(ROUNDING, module, what, shows & (along > 0.5), 0.0, along, planned=planned, live=live)
+
+
+def _gain(found: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How many times a matrix another one is, by least squares, and the standard error of that.
+
+    A row or column may be far off where its terms nearly cancel each other; all of them, in the same way, are unusual.
+    So the error comes from how rows, or columns, differ.
+    """
+    together, size = found * again, again.square()
+    whole = size.sum().clamp(min=torch.finfo(size.dtype).tiny)
+    gain = together.sum() / whole
+    off = together - gain * size
+    return gain, torch.maximum(off.sum(0).norm(), off.sum(1).norm()) / whole
 
 
 def _in_fp8(operands: Sequence[Operand]) -> list[bool]:

@@ -1,7 +1,7 @@
 """The soak: healthy runs whose every step is proven, resumed three times. None may be stopped, and none warned.
 
-    pytest -m soak -n 12            one GPU: about 25 minutes on an H100
-    pytest -m soak -n 44            four GPUs, among which the workers are dealt out
+    pytest -m soak -n 12                        on one GPU of 80 GB, or twelve workers for each of several
+    pytest -m slow tests/test_soak.py -n 2      small models in emulated FP8, on two cores
 
 Each family of models is cut to a few layers of smaller width. What makes a check wrong about a healthy run shows after
 hundreds of steps, with real text, after resumes, and with weights of a trained model.
@@ -14,7 +14,10 @@ import pytest
 import torch
 
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.spec.recipes import RECIPES
+from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
+from tests.runs import small_run_arguments
 
 # A start trains to each of these steps; the last three resume.
 STOPS = (3, 20, 150, 200)
@@ -72,6 +75,32 @@ LAYOUTS = {
 }
 
 
+# The same families in small, for emulation.
+SMALL = (
+    "model.num_layers=3",
+    "model.hidden_size=64",
+    "model.num_attention_heads=4",
+    "model.micro_batch_size=2",
+    "model.global_batch_size=8",
+    "model.optim.sched.warmup_steps=20",
+    "model.optim.sched.decay_steps=200",
+    "trainer.val_check_interval=50",
+    "trainer.log_every_n_steps=10",
+    "logging.fp8_proof_interval=1",
+)
+GROUPED = ("model.ffn_hidden_size=128", "model.num_query_groups=2", "model.kv_channels=16")
+EXPERTS = (*GROUPED, "model.num_moe_experts=4", "model.moe_ffn_hidden_size=96", "model.moe_router_topk=2")
+SMALL_FAMILIES = {
+    "gpt2": ("model=gpt2_124m",),
+    "gpt3": ("model=gpt3_1_3b", "model.ffn_hidden_size=256"),
+    "llama": ("model=llama3_8b", *GROUPED),
+    "qwen3": ("model=qwen3_8b", *GROUPED),
+    "mixtral": ("model=mixtral_8x7b", *EXPERTS),
+    "qwen3_moe": ("model=qwen3_30b_a3b", *EXPERTS),
+}
+EMULATED = [recipe.preset for recipe in RECIPES.values()]
+
+
 def gpus(count: int) -> dict[str, str]:
     """GPUs for a worker's run: one of those there, dealt out, or the first ones."""
     worker = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
@@ -79,19 +108,31 @@ def gpus(count: int) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(str(first + index) for index in range(count))}
 
 
+def check_proofs(run_dir, num_starts):
+    """Every step was proven once, and none warned."""
+    metrics = load_metrics(run_dir)
+    assert [proof.step for proof in metrics.fp8_proofs] == list(range(1, STOPS[-1] + 1))
+    assert [proof.proof for proof in metrics.fp8_proofs] == list(range(1, STOPS[-1] + 1))
+    assert [(proof.step, proof.warnings) for proof in metrics.fp8_proofs if proof.warnings] == []
+    assert len(metrics.starts) == num_starts
+
+
 def soak(run_dir, num_ranks, starts):
-    """Runs each start, given its overrides and the step that it trains to; every step is proven, and none warns."""
+    """Runs each start on GPUs, given its overrides with the step that it trains to."""
     for overrides in starts:
         arguments = ["-m", "gpt_pretrain", *RUN, f"run_dir={run_dir}", *overrides]
         done = run_ranks(num_ranks, arguments, env=gpus(num_ranks), timeout_s=600)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    metrics = load_metrics(run_dir)
-    assert [proof.step for proof in metrics.fp8_proofs] == list(range(1, STOPS[-1] + 1))
-    assert [proof.proof for proof in metrics.fp8_proofs] == list(range(1, STOPS[-1] + 1))
-    warned = [(proof.step, proof.warnings) for proof in metrics.fp8_proofs if proof.warnings]
-    assert warned == []
-    assert len(metrics.starts) == len(starts)
-    print(f"{len(metrics.fp8_proofs)} proofs, {len(starts) - 1} resumes, loss {metrics.train[-1].loss:.3f}")
+    check_proofs(run_dir, len(starts))
+
+
+def soak_small(run_dir, cache_dir, num_ranks, starts):
+    """The same in emulated FP8 on CPUs."""
+    for overrides in starts:
+        arguments = small_run_arguments(run_dir, cache_dir, ["model.fp8_emulate=true", *overrides])
+        done = fork_ranks(num_ranks, arguments, timeout_s=300)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    check_proofs(run_dir, len(starts))
 
 
 def soak_alone(run_dir, run):
@@ -107,12 +148,12 @@ def test_every_step_of_a_healthy_run_is_proven(case, tmp_path):
     soak_alone(tmp_path / "run", (*FAMILIES[family], TEXT, *overrides))
 
 
-RECIPES = [*TE, *((*recipe, STORED) for recipe in TE)]
+TE_RECIPES = [*TE, *((*recipe, STORED) for recipe in TE)]
 
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recipe", RECIPES, ids=" ".join)
+@pytest.mark.parametrize("recipe", TE_RECIPES, ids=" ".join)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_random_tokens_are_proven(family, recipe, tmp_path):
     soak_alone(tmp_path / "run", (*FAMILIES[family], RANDOM, *recipe))
@@ -120,7 +161,7 @@ def test_random_tokens_are_proven(family, recipe, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recipe", RECIPES, ids=" ".join)
+@pytest.mark.parametrize("recipe", TE_RECIPES, ids=" ".join)
 def test_a_text_of_one_word_is_proven(recipe, tmp_path):
     """All rows of a batch are alike, and rounding errors add up over its tokens."""
     text = tmp_path / "text.jsonl"
@@ -131,7 +172,7 @@ def test_a_text_of_one_word_is_proven(recipe, tmp_path):
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("recipe", RECIPES, ids=" ".join)
+@pytest.mark.parametrize("recipe", TE_RECIPES, ids=" ".join)
 def test_imported_weights_with_outlier_channels_are_proven(recipe, tmp_path):
     import transformers
 
@@ -181,3 +222,32 @@ def test_every_step_of_four_ranks_is_proven_also_in_another_layout(layout, recip
     others = [LAYOUTS["DP 4"], LAYOUTS[layout], LAYOUTS["DP 4"], LAYOUTS[layout]]
     starts = [(*run, *places, f"trainer.max_steps={stop}") for stop, places in zip(STOPS, others, strict=True)]
     soak(tmp_path / "run", 4, starts)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        *((family, [f"fp8={recipe}"]) for family in DENSE for recipe in EMULATED),
+        *((family, ["fp8=torchao_tensorwise", STORED, "trainer.precision=bf16"]) for family in DENSE),
+        *((family, [f"fp8={recipe}"]) for family in ("mixtral", "qwen3_moe") for recipe in ("tensorwise", "blockwise")),
+    ],
+    ids=str,
+)
+def test_every_step_of_a_healthy_emulated_run_is_proven(family, overrides, tmp_path, cache_dir):
+    run = [*SMALL_FAMILIES[family], *SMALL, *overrides]
+    soak_small(tmp_path / "run", cache_dir, 1, [[*run, f"trainer.max_steps={stop}"] for stop in STOPS])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "torchao_rowwise"])
+@pytest.mark.parametrize("layout", ["dp", "tp2_sp", "pp2"])
+def test_every_step_of_two_emulated_ranks_is_proven_also_in_another_layout(layout, recipe, tmp_path, cache_dir):
+    run = [*SMALL_FAMILIES["llama"], *SMALL, "model.num_layers=4", f"fp8={recipe}"]
+    places = ["dp", layout, "tp2_sp" if layout == "dp" else "dp", layout]
+    starts = [
+        [*run, f"parallelism={place}", f"trainer.max_steps={stop}"] for stop, place in zip(STOPS, places, strict=True)
+    ]
+    soak_small(tmp_path / "run", cache_dir, 2, starts)
