@@ -4,8 +4,10 @@
 """
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import batched
 from typing import Self
 
 import torch
@@ -84,14 +86,28 @@ def largest_of_blocks(values: torch.Tensor, block: tuple[int, int]) -> torch.Ten
     return largest[0]
 
 
+def _read(numbers: Sequence[torch.Tensor | float]) -> list[float]:
+    """Numbers, [] or [1] on the device, or known already; waits once for each type."""
+    read = [0.0 if isinstance(number, torch.Tensor) else float(number) for number in numbers]
+    of_type: dict[torch.dtype, list[int]] = defaultdict(list)
+    for place, number in enumerate(numbers):
+        if isinstance(number, torch.Tensor):
+            of_type[number.dtype].append(place)
+    for places in of_type.values():
+        values = torch.cat([torch.as_tensor(numbers[place]).reshape(1) for place in places]).tolist()
+        for place, value in zip(places, values, strict=True):
+            read[place] = float(value)
+    return read
+
+
 class Checks:
     """The comparisons of one step; `turn` selects the part of a large tensor that is looked at."""
 
     def __init__(self, settings: Fp8Settings, turn: int) -> None:
         self._settings = settings
         self._turn = turn
-        # Differences whose texts have places for numbers, and fp64 [3]: above 0 or NaN if it differs, both numbers.
-        self._checks: list[tuple[Difference, torch.Tensor]] = []
+        # Differences whose texts have places for two numbers; above 0 or NaN if it differs, and both numbers.
+        self._checks: list[tuple[Difference, tuple[torch.Tensor | float, ...]]] = []
 
     def add(
         self,
@@ -107,24 +123,19 @@ class Checks:
 
         It differs if `off`, [], is above 0 or NaN; both texts have places for both numbers.
         """
-        row = torch.stack([torch.as_tensor(each, device=off.device).double().reshape(()) for each in (off, *numbers)])
         difference = Difference(comparison=comparison, module=module, what=what, planned=planned, live=live)
-        self._checks.append((difference, row))
+        self._checks.append((difference, (off, *numbers)))
 
     def add_fault(self, module: str, what: str, planned: str, live: str) -> None:
         """Adds a type or shape that is known to differ."""
-        fault = torch.ones(3, dtype=torch.float64, device=torch.cuda.current_device())
-        self._checks.append(
-            (Difference(comparison=SHAPES, module=module, what=what, planned=planned, live=live), fault)
-        )
+        difference = Difference(comparison=SHAPES, module=module, what=what, planned=planned, live=live)
+        self._checks.append((difference, (1.0, 0.0, 0.0)))
 
     def differences(self) -> Iterator[Difference]:
         """The first difference of each kind in each layer."""
-        if not self._checks:
-            return
-        table = torch.stack([numbers for _, numbers in self._checks]).tolist()
+        table = _read([number for _, numbers in self._checks for number in numbers])
         told: set[tuple[Comparison, str, str]] = set()
-        for (check, _), (off, *numbers) in zip(self._checks, table, strict=True):
+        for (check, _), (off, *numbers) in zip(self._checks, batched(table, 3), strict=True):
             if (off > 0 or math.isnan(off)) and (check.comparison, check.module, check.what) not in told:
                 told.add((check.comparison, check.module, check.what))
                 yield replace(check, planned=check.planned.format(*numbers), live=check.live.format(*numbers))

@@ -21,7 +21,7 @@ import torch
 
 from gpt_pretrain.fp8.cast_checks import Checks
 from gpt_pretrain.fp8.comparisons import CHANGED_VALUES, RESULT, ROUNDING, USUAL_RESULT
-from gpt_pretrain.fp8.gemms import QUOTIENT_ERROR, Fp8Operand, Operand, Phase, Product, Sums, role_name
+from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Fp8Operand, Operand, Phase, Product, Sums, role_name
 
 # Rows and columns of a result that are multiplied again.
 SIDE = 128
@@ -104,7 +104,7 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
             factors = _factors(operand, checks.block(phase, operand), own, indices)
             lines.append(_lines(operand.codes, own, indices).double() / factors.double())
             unrounded.append(None if values is None else values.double())
-            if values is not None:
+            if values is not None and phase is CAST_IN[operand.role]:
                 _check_changed(checks, module, f"{role_name(operand.role)} in {phase.value}", values, lines[-1])
         else:
             assert values is not None
