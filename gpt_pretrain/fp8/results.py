@@ -14,14 +14,13 @@ not matter how the operand's rounding errors add up: where rows are alike over t
 √tokens times what independent errors would.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gpt_pretrain.fp8.cast_checks import Checks
 from gpt_pretrain.fp8.comparisons import CHANGED_VALUES, RESULT, ROUNDING, USUAL_RESULT
-from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Fp8Operand, Operand, Phase, Product, Sums, role_name
+from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Fp8Operand, Phase, Product, Sums, role_name
 
 # Rows and columns of a result that are multiplied again.
 SIDE = 128
@@ -95,27 +94,27 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
     """Compares a product with what its operands give, as they are or as what their codes stand for."""
     phase = product.phase
     sample = Sample.of_turn(output.shape, turn, output.device)
+    # What is multiplied, and what its casts were given, [lines, terms] in fp64; None if there was no cast, or unknown.
     lines, unrounded = [], []
     for operand, own, indices in zip(
         product.operands, _OWN_DIMENSION[phase], (sample.rows, sample.columns), strict=True
     ):
-        values = None if operand.values is None else _lines(operand.values, own, indices)
+        values = None if operand.values is None else _lines(operand.values, own, indices).double()
         if isinstance(operand, Fp8Operand):
             factors = _factors(operand, checks.block(phase, operand), own, indices)
             lines.append(_lines(operand.codes, own, indices).double() / factors.double())
-            unrounded.append(None if values is None else values.double())
+            unrounded.append(values)
             if values is not None and phase is CAST_IN[operand.role]:
                 _check_changed(checks, module, f"{role_name(operand.role)} in {phase.value}", values, lines[-1])
         else:
             assert values is not None
-            lines.append(values.double())
+            lines.append(values)
             unrounded.append(None)
     again = _product(*lines)
     result = sample.of(output).double()
-    added = torch.zeros_like(result)
+    found = result
     if product.added is not None:
-        added = (product.added[sample.columns] if product.added.dim() == 1 else sample.of(product.added)).double()
-    found = result - added
+        found = result - (product.added[sample.columns] if product.added.dim() == 1 else sample.of(product.added))
     # What was added to the product was rounded with it. A result of zeros has no size of its own.
     size = torch.maximum((found if output.dtype is torch.float32 else result).norm(), again.norm())
     magnitudes = _product(*map(torch.abs, lines)).norm()
@@ -125,27 +124,24 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
     rounding = product.result_error * size + _FP32_ROUNDING * result.norm()
     # Each term, and the result, may be flushed to zero.
     rounding += (lines[0].shape[1] + 1) * _SMALLEST_NORMAL * result.numel() ** 0.5
-    away = (found - again).norm()
-    what, live = f"result of {phase.value}", "{1:.3g} away"
-    planned = "within {0:.3g} of the product of its " + ("codes" if any(_in_fp8(product.operands)) else "values")
-    limit = rounding + lost * magnitudes
-    checks.add(RESULT, module, what, away > limit, limit / size, away / size, planned=planned, live=live)
+    away, limit, what = (found - again).norm(), rounding + lost * magnitudes, f"result of {phase.value}"
+    factor = "codes" if isinstance(product.operands[0], Fp8Operand) else "values"
+    planned = f"within {{0:.3g}} of the product of its {factor}"
+    checks.add(RESULT, module, what, away > limit, limit / size, away / size, planned=planned, live="{1:.3g} away")
     if product.sums is not Sums.fp32:
         share, noise = _gain(found, again)
         usual = _USUAL_ERROR + usually_lost / size + _DEVIATIONS * noise
         off = ((share - 1).abs() > usual) & (again.norm() > rounding)
-        planned, live = "usually the product of its codes within {0:.3g}", "{1:.4g} times that"
+        planned, live = f"usually the product of its {factor} within {{0:.3g}}", "{1:.4g} times that"
         checks.add(USUAL_RESULT, module, what, off, usual, share, planned=planned, live=live)
     for place, (operand, values) in enumerate(zip(product.operands, unrounded, strict=True)):
-        if values is None:
-            continue
-        direction = _product(values, lines[1]) - again if place == 0 else _product(lines[0], values) - again
-        length = direction.norm()
-        along = ((found - again) * direction).sum() / length.square()
-        shows = length > rounding + usually_lost
-        what = f"rounding of the {role_name(operand.role)} in {phase.value}"
-        planned, live = "in the result", "{1:.0%} of the way to the product without it"
-        checks.add(ROUNDING, module, what, shows & (along > 0.5), 0.0, along, planned=planned, live=live)
+        if values is not None:
+            direction = _product(*(values if place == each else lines[each] for each in (0, 1))) - again
+            along = ((found - again) * direction).sum() / direction.square().sum()
+            off = (direction.norm() > rounding + usually_lost) & (along > 0.5)
+            what = f"rounding of the {role_name(operand.role)} in {phase.value}"
+            live = "{1:.0%} of the way to the product without it"
+            checks.add(ROUNDING, module, what, off, 0.0, along, planned="in the result", live=live)
 
 
 def _gain(found: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,10 +157,6 @@ def _gain(found: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch
     return gain, torch.maximum(off.sum(0).norm(), off.sum(1).norm()) / whole
 
 
-def _in_fp8(operands: Sequence[Operand]) -> list[bool]:
-    return [isinstance(operand, Fp8Operand) for operand in operands]
-
-
 def _check_changed(checks: Checks, module: str, what: str, values: torch.Tensor, rounded: torch.Tensor) -> None:
     """Looks for values that were rounded before their cast, as a cast that does nothing would leave them.
 
@@ -172,7 +164,7 @@ def _check_changed(checks: Checks, module: str, what: str, values: torch.Tensor,
     holds one number times powers of two.
     """
     stride = -(-values.shape[1] // SIDE)
-    values, rounded = (each[:, ::stride].double().abs().flatten() for each in (values, rounded))
+    values, rounded = (each[:, ::stride].abs().flatten() for each in (values, rounded))
     values, order = values.sort()
     changed = (values - rounded[order]).abs() > QUOTIENT_ERROR * values
     is_new = torch.diff(values, prepend=torch.zeros(1, dtype=values.dtype, device=values.device)) > 0
