@@ -19,7 +19,6 @@ from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.launch.process import this_process
 from gpt_pretrain.launch.run_dir import lock_path
-from gpt_pretrain.report.metrics_file import TensorBoardSink
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
@@ -29,6 +28,7 @@ from gpt_pretrain.report.records import (
     TrainRecord,
     ValidationRecord,
 )
+from gpt_pretrain.report.sinks import TensorBoardSink
 from tests.test_compare_document import TENSOR
 
 

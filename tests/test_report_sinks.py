@@ -16,7 +16,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import LoggingConfig
-from gpt_pretrain.report.metrics_file import MetricsSinks, load_metrics, metrics_path
+from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
@@ -24,6 +24,7 @@ from gpt_pretrain.report.records import (
     RewindRecord,
     ValidationRecord,
 )
+from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from tests.test_compare_logs import train_record
 
@@ -238,7 +239,7 @@ import sys
 from pathlib import Path
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
-from gpt_pretrain.report.metrics_file import MetricsSinks
+from gpt_pretrain.report.sinks import MetricsSinks
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
     fp8_proof=None, fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3,
     peak_tflops=None)

@@ -26,8 +26,9 @@ from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, proc
 from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
-from gpt_pretrain.report.metrics_file import MetricsSinks, load_metrics
+from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
+from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.spec.platform import detect_platform
