@@ -365,6 +365,11 @@ def test_a_file_sweeps_over_nothing_no_less(my_conf):
     assert_names([found], "model.seed=range(1,1)")
 
 
+def test_parameters_of_the_sweeper_that_the_command_line_cannot_set_are_told():
+    (found,) = problems("-m", "hydra.sweeper.params={model.seed: '1,2'}")
+    assert_names([found], "hydra.sweeper.params")
+
+
 def test_a_sweep_over_the_options_that_a_pattern_names():
     swept = jobs("-m", "model=glob(gpt2_1*)", "fp8=none")
     assert [job.name for job in swept] == ["model=gpt2_124m", "model=gpt2_1_5b"]

@@ -360,6 +360,12 @@ def _told_as_config_error() -> Iterator[None]:
         ) from error
     except (HydraException, OmegaConfBaseException, yaml.YAMLError, ValueError, OSError) as error:
         raise ConfigError([composition_problem(error)]) from error
+    except (AttributeError, TypeError) as error:
+        # OmegaConf's own: a dictionary for a key of Hydra's that holds none yet.
+        key = re.search(r"^\s*full_key: (\S+)$", str(error), re.MULTILINE)
+        if key is None:
+            raise
+        raise ConfigError([f"{key[1]} cannot be set as a whole on the command line; set it in a YAML file"]) from error
 
 
 def composition_problem(error: BaseException) -> str:
