@@ -29,7 +29,7 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.step import (
     StepResult,
     compute_gradients,

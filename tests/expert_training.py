@@ -15,7 +15,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.dump import named_weights, write_dump
 from gpt_pretrain.training.stop import BadStep
 from gpt_pretrain.training.watches import ExpertWatch

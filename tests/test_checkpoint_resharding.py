@@ -20,7 +20,7 @@ from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from tests.emulated_training import build_training_of
 from tests.forked_runs import fork_ranks
 from tests.resharded_training import (

@@ -20,7 +20,7 @@ from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.rules.no_effect import given_without_effect, why_no_effect
-from gpt_pretrain.spec.products import resolve
+from gpt_pretrain.run.products import resolve
 from tests.forked_runs import fork_ranks
 from tests.platforms import CPU, H200, spec_of
 from tests.runs import small_run_arguments

@@ -7,8 +7,8 @@ import torch
 
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
-from gpt_pretrain.spec.fp8 import resolve_fp8
-from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.run.fp8 import resolve_fp8
+from gpt_pretrain.run.recipes import RECIPES
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.emulated_training import emulate, emulated_training
 

@@ -11,7 +11,7 @@ import torch
 from gpt_pretrain.fp8.delayed import Scaling
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.spec.fp8 import resolve_fp8
+from gpt_pretrain.run.fp8 import resolve_fp8
 from tests.emulated_training import emulate, emulated_training
 
 LARGEST = {Role.input: 448.0, Role.weight: 448.0, Role.output_gradient: 57344.0}

@@ -10,7 +10,7 @@ from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.spec.fp8 import resolve_fp8
+from gpt_pretrain.run.fp8 import resolve_fp8
 
 TOKENS, IN, OUT = 132, 144, 136  # not multiples of 128: blocks at the edges are smaller
 DTYPES = {"e4m3": (torch.float8_e4m3fn, 448.0), "e5m2": (torch.float8_e5m2, 57344.0)}

@@ -15,8 +15,8 @@ from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.spec.fp8 import resolve_fp8
-from gpt_pretrain.spec.recipes import recipes_of
+from gpt_pretrain.run.fp8 import resolve_fp8
+from gpt_pretrain.run.recipes import recipes_of
 
 RECIPES = [recipe.name for recipe in recipes_of(Fp8Backend.torchao)]
 TOKENS, IN, OUT = 96, 144, 80

@@ -17,7 +17,7 @@ from gpt_pretrain.fp8.statistics import (
     StatisticsCollector,
     TensorStatistics,
 )
-from gpt_pretrain.spec.products import resolve
+from gpt_pretrain.run.products import resolve
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.forked_runs import fork_ranks
 from tests.platforms import spec_of

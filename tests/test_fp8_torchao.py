@@ -20,8 +20,8 @@ from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.fp8.torchao import TorchAO
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.spec.fp8 import resolve_fp8
-from gpt_pretrain.spec.recipes import recipes_of
+from gpt_pretrain.run.fp8 import resolve_fp8
+from gpt_pretrain.run.recipes import recipes_of
 from tests import sabotages
 from tests.emulated_training import emulate as emulated
 from tests.emulated_training import emulated_training, multiplies_fp8

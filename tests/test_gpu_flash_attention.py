@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_pretrain.megatron import te_layers
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from tests.attention import SCALE, Shape, check_against_fp64, make_inputs
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, te_names, train_ours

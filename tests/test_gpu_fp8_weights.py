@@ -10,7 +10,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.stored_weights import cast_masters, install_weight_cast
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from tests.platforms import spec_of
 
 pytestmark = pytest.mark.gpu

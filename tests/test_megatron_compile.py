@@ -7,7 +7,7 @@ from torch._inductor.codecache import compiled_fx_graph_hash
 
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.megatron.whole_layers import prepare_compiler, without_graphs
-from gpt_pretrain.spec.kernels import describe_kernels
+from gpt_pretrain.run.kernels import describe_kernels
 from tests.emulated_training import emulated_training
 from tests.forked_runs import fork_ranks
 from tests.platforms import H200, spec_of

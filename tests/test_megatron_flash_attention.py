@@ -11,7 +11,7 @@ import torch
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
-from gpt_pretrain.spec.platform import flash_attention
+from gpt_pretrain.run.platform import flash_attention
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of
 from tests.refusals import check_told

@@ -11,9 +11,9 @@ from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.rules.model import graph_problems
-from gpt_pretrain.spec.kernels import Kernels, describe_kernels
-from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.products import resolve
+from gpt_pretrain.run.kernels import Kernels, describe_kernels
+from gpt_pretrain.run.platform import Platform, detect_platform
+from gpt_pretrain.run.products import resolve
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 from tests.refusals import Refused, Rules, check_refused, check_told, compose_quickly
 

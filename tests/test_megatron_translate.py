@@ -21,9 +21,9 @@ from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.core_fields import params_dtype
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.recipes import recipes_of
+from gpt_pretrain.run.core_fields import params_dtype
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.recipes import recipes_of
 from tests.platforms import CPU, H200, spec_of
 
 # Nothing here is null that another key of the table would decide.
@@ -418,7 +418,7 @@ ELSEWHERE = {
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
     "rules/model.py": ("model.nccl_ub",),
-    "spec/fp8.py": ("model.fp8_backend", "model.moe_grouped_kernel"),
+    "run/fp8.py": ("model.fp8_backend", "model.moe_grouped_kernel"),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
     "megatron/model.py": (
@@ -429,7 +429,7 @@ ELSEWHERE = {
         "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
-    "spec/kernels.py": (
+    "run/kernels.py": (
         "model.activation_cast_fusion",
         "model.compile",
         "model.embedding_gradient_fusion",

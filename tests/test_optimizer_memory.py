@@ -17,7 +17,7 @@ from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Momen
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import _make_conditional, allocate_states
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
-from gpt_pretrain.spec.optimizers import OPTIMIZERS
+from gpt_pretrain.run.optimizers import OPTIMIZERS
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import interpret_kernels
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states

@@ -10,8 +10,8 @@ from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
-from gpt_pretrain.spec.core_fields import HighPrecision
-from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.run.core_fields import HighPrecision
+from gpt_pretrain.run.recipes import RECIPES
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200, spec_of
@@ -100,7 +100,7 @@ def built_fields(spec):
 
 
 def stated_fields(*overrides):
-    """Key → fields, as `spec.core_fields` states it for a run."""
+    """Key → fields, as `run.core_fields` states it for a run."""
     stated = defaultdict(set)
     for class_name, fields in fields_by_class(spec_for("data=mock", *overrides)).items():
         for field in fields:

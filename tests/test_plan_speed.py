@@ -10,8 +10,8 @@ from gpt_pretrain.plan.machine import EFFICIENCY, GPUS
 from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.products import Gemm, resolve
-from gpt_pretrain.spec.recipes import RECIPES
+from gpt_pretrain.run.products import Gemm, resolve
+from gpt_pretrain.run.recipes import RECIPES
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)

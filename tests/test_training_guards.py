@@ -17,7 +17,7 @@ from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.setup import set_up
 from gpt_pretrain.training.stop import NotFiniteError, StepGuard, StopRequest, TokensMissingError
 from gpt_pretrain.training.trainer import Trainer

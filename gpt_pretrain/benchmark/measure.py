@@ -3,7 +3,7 @@
 The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, built from the
 application's translated configuration, without data loading, logging, validation, schedule or signals. Optimizer and
 loss are megatron-core's own, so the comparison shows what the application's gain. Both loops use the kernels that
-`spec.kernels` chooses, so it does not show what those gain.
+`run.kernels` chooses, so it does not show what those gain.
 
 Both loops have the same clock. The host waits for the device after the first step, after the warm-up and after each
 interval of timed steps, and at no other step, so kernels queue up as they do in a run.
@@ -40,8 +40,8 @@ from gpt_pretrain.megatron.model import build_model, translate_optimizer
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.megatron.parallel import process_groups, user_buffers
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.platform import Platform, detect_platform
+from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
 from gpt_pretrain.training.step import mean_loss, memory_gib
 
 

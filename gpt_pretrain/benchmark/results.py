@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.json_objects import JsonObject
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import Resolved
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.products import Resolved
 
 IDLE = "idle"
 OTHER = "norms, activations, loss"

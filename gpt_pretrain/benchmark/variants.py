@@ -23,8 +23,8 @@ from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect, unread_keys
 from gpt_pretrain.rules.overrides import parse_override, single_value
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.run_spec import build_run_spec
 
 PROFILED_STEPS = 3
 _BARE = "bare"

@@ -40,7 +40,7 @@ from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
-from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.run.fp8 import Fp8Settings
 
 # The name and version of the format, which megatron-core's reader asks for.
 FORMAT = CheckpointingConfig("torch_dist", 1)

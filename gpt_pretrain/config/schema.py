@@ -4,7 +4,7 @@ Names and places follow NeMo 1.x and megatron-core, so a NeMo command line reads
 layout, batch, data and optimizer are all under `model.`.
 
 `python -m gpt_pretrain --help` prints the string below a field. A field that may be null says what null means. Pure
-functions resolve null (`config.derived`, `spec`); the configuration itself never changes.
+functions resolve null (`config.derived`, `run`); the configuration itself never changes.
 """
 
 from dataclasses import dataclass

@@ -12,7 +12,7 @@ from gpt_pretrain.config.errors import counted
 from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
-from gpt_pretrain.spec.platform import MULTICAST_OFF
+from gpt_pretrain.run.platform import MULTICAST_OFF
 
 # Columns of the tables, unless the terminal is narrower.
 WIDTH = 100

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
-from gpt_pretrain.spec.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST
+from gpt_pretrain.run.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}

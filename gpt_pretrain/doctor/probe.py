@@ -36,7 +36,7 @@ from gpt_pretrain.doctor.facts import (
     TransformerEngine,
 )
 from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files, installed_version
-from gpt_pretrain.spec import platform
+from gpt_pretrain.run import platform
 
 _WATCHED = (
     *platform.MULTICAST_OFF,
@@ -124,7 +124,7 @@ def _run_probe(name: str, path: Path) -> Any:
 
 
 class _Unusable(Exception):
-    """Why runs do not use a library that is installed, in the words of `spec.platform`."""
+    """Why runs do not use a library that is installed, in the words of `run.platform`."""
 
 
 def _first_line(error: Exception) -> str:

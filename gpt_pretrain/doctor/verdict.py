@@ -11,9 +11,9 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
-from gpt_pretrain.spec.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
-from gpt_pretrain.spec.platform import Platform, compiler_problem, environment_fields
-from gpt_pretrain.spec.recipes import RECIPES, Recipe, recipes_of
+from gpt_pretrain.run.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
+from gpt_pretrain.run.platform import Platform, compiler_problem, environment_fields
+from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
 
@@ -111,7 +111,7 @@ def _part(name: str, order: str, *choices: tuple[bool, str]) -> Part:
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te, has_te = facts.transformer_engine, platform.transformer_engine is not None
     scales_on_device = has_te and isinstance(te, TransformerEngine) and te.scales_on_device
-    # Where null chooses it for heads of these widths (`spec.kernels`).
+    # Where null chooses it for heads of these widths (`run.kernels`).
     has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
     rotated, still = (
         " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)

@@ -11,8 +11,8 @@ from itertools import pairwise
 from gpt_pretrain.config.choices import AmaxComputeAlgo
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # A scale jumps if it changes by at least so many powers of two between each two of so many consecutive observations.
 JUMP_OBSERVATIONS = 4

@@ -28,8 +28,8 @@ from gpt_pretrain.fp8.gemms import (
     rounded_between,
     spread_over_blocks,
 )
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # Scales and amaxes beyond these limits follow other rules, for zeros and for numbers that fp32 cannot hold.
 _LEAST, _MOST = 2.0**-100, 2.0**100

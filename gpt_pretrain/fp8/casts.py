@@ -37,8 +37,8 @@ import torch
 
 from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, role_format, spread_over_blocks
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.recipes import FORMAT_MAX, Recipe
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.recipes import FORMAT_MAX, Recipe
 
 FP32_MAX = torch.finfo(torch.float32).max
 

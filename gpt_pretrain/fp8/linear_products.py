@@ -30,7 +30,7 @@ from gpt_pretrain.fp8.gemms import (
     role_format,
 )
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.run.fp8 import Fp8Settings
 
 # An engine's product of operands in the order of `gemms.OPERANDS`, in the given type, plus a bias [columns] or None.
 type Multiply = Callable[[Phase, Quantized, Quantized, torch.dtype, torch.Tensor | None], torch.Tensor]

@@ -40,9 +40,9 @@ from gpt_pretrain.fp8.gemms import Phase, ProductListener
 from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.stored_weights import StoredWeight, install_stored_weights
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Linear
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Linear
+from gpt_pretrain.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
     from gpt_pretrain.fp8.torchao import TorchAO

@@ -24,8 +24,8 @@ from gpt_pretrain.fp8.te_products import Asks, IdleListener, Listener, Watch, fo
 from gpt_pretrain.megatron import patches
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.patches import patched
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import Linear
 
 # A linear layer's name in the whole model, and one of its products.
 type _Key = tuple[str, Phase]

@@ -36,8 +36,8 @@ from gpt_pretrain.fp8.turns import Turn
 from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import Linear
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import Linear
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "

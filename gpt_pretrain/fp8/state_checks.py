@@ -43,9 +43,9 @@ from gpt_pretrain.fp8.gemms import (
     spread_over_blocks,
 )
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import Linear
+from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # Rows and columns of the blocks of blockwise weights; mxfp8 weights are not stored in FP8.
 _BLOCK = 128

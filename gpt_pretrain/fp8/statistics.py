@@ -36,8 +36,8 @@ from gpt_pretrain.fp8.gemms import OPERANDS, Fp8Operand, Phase, Product, Role, c
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.spec.products import Linear
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.run.products import Linear
+from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}

@@ -22,7 +22,7 @@ from torchao.float8.float8_utils import amax_to_scale, tensor_to_amax
 from gpt_pretrain.fp8.casts import Directions, Quantized
 from gpt_pretrain.fp8.gemms import CODE_TYPES, OPERANDS, Phase, Role, multiply, role_format
 from gpt_pretrain.megatron.whole_layers import prepare_compiler
-from gpt_pretrain.spec.fp8 import Fp8Settings
+from gpt_pretrain.run.fp8 import Fp8Settings
 
 _ROLES = {
     Role.input: GemmInputRole.INPUT,

@@ -44,8 +44,8 @@ from gpt_pretrain.fp8.results import Sample, check_result
 from gpt_pretrain.fp8.state_checks import Replay, is_recomputed
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.fp8.turns import Turn
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC2, PROJ, Linear
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

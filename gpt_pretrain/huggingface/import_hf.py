@@ -43,9 +43,9 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.rules.check import model_problems, ranges
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.products import resolve
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.run.platform import detect_platform
+from gpt_pretrain.run.products import resolve
+from gpt_pretrain.run.run_spec import build_run_spec
 
 _EXPERIMENT = "imported"
 # Longer samples are for long-context training, which sets model.encoder_seq_length.

@@ -30,7 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
-from gpt_pretrain.spec.kernels import Kernels
+from gpt_pretrain.run.kernels import Kernels
 
 # In this order: cuDNN is fastest on Hopper, and the last takes what the others refuse, also in O(s) memory.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 
 from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
-from gpt_pretrain.spec.products import chunk_tokens
+from gpt_pretrain.run.products import chunk_tokens
 
 
 def summed_loss(loss_mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -57,7 +57,7 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
     """
 
     tokens_at_once: int | None = None
-    """Tokens that go through the head together; None: `spec.products.chunk_tokens`."""
+    """Tokens that go through the head together; None: `run.products.chunk_tokens`."""
 
     def forward(
         self,

@@ -1,6 +1,6 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism.
 
-`translate_*` make a run's megatron-core configs: the fields of `spec.core_fields` in torch's and megatron-core's types.
+`translate_*` make a run's megatron-core configs: the fields of `run.core_fields` in torch's and megatron-core's types.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -32,7 +32,7 @@ from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
-from gpt_pretrain.spec.core_fields import (
+from gpt_pretrain.run.core_fields import (
     ActivationFunction,
     Dtype,
     Field,
@@ -42,7 +42,7 @@ from gpt_pretrain.spec.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec
 
 _ACTIVATIONS = {
     ActivationFunction.silu: F.silu,

@@ -26,7 +26,7 @@ from gpt_pretrain.megatron.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIM
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weights import forget_first_values
-from gpt_pretrain.spec import optimizers
+from gpt_pretrain.run import optimizers
 
 
 def build_optimizer(model: Model) -> MegatronOptimizer:

@@ -31,8 +31,8 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_while_waiting
-from gpt_pretrain.spec.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.platform import MULTICAST_OFF, USER_BUFFERS_WITHOUT, Platform
+from gpt_pretrain.run.run_spec import RunSpec
 
 # Differences between ranks that an error names.
 _KEYS_SHOWN = 5

@@ -36,7 +36,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.megatron.patches import FP8_WEIGHTS, WEIGHT_CAST, patch
-from gpt_pretrain.spec.recipes import FORMAT_MAX
+from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # From amaxes [n] to scales [n], fp32.
 type ScaleRule = Callable[[torch.Tensor], torch.Tensor]

@@ -24,8 +24,8 @@ from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 from gpt_pretrain.plan.speed import SpeedForecast
-from gpt_pretrain.spec.kernels import Kernels, fused_parts
-from gpt_pretrain.spec.products import describe_kept_out
+from gpt_pretrain.run.kernels import Kernels, fused_parts
+from gpt_pretrain.run.products import describe_kept_out
 
 VERSION = 1
 FILE_NAME = "plan.json"

@@ -1,6 +1,6 @@
 """Requested → effective: the fields of megatron-core that each key sets, and the precision of each matrix product.
 
-Fields and values are those that training hands to megatron-core (`spec.core_fields`), and why a key changes nothing is
+Fields and values are those that training hands to megatron-core (`run.core_fields`), and why a key changes nothing is
 what the rules say (`rules.no_effect`).
 """
 
@@ -14,7 +14,7 @@ from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of, show
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.rules.no_effect import why_no_effect
-from gpt_pretrain.spec.core_fields import (
+from gpt_pretrain.run.core_fields import (
     Field,
     HighPrecision,
     ddp_fields,
@@ -22,10 +22,10 @@ from gpt_pretrain.spec.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
-from gpt_pretrain.spec.recipes import DELAYED_KEYS
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
+from gpt_pretrain.run.recipes import DELAYED_KEYS
+from gpt_pretrain.run.run_spec import RunSpec
 
 # The keys that the plan shows, besides trainer.precision.
 _OF_MODEL = (

@@ -18,9 +18,9 @@ from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, plan_stages, rank_load
-from gpt_pretrain.spec.core_fields import Dtype, params_dtype
-from gpt_pretrain.spec.optimizers import OPTIMIZERS
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.core_fields import Dtype, params_dtype
+from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
 
 # Predictions are off by some percent: a run cannot count on a gain over BF16 that is smaller than this.
 WORTHWHILE = 1.05

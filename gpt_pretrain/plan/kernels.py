@@ -13,9 +13,9 @@ from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import passage
-from gpt_pretrain.spec.products import FC1, FC2, Gemm, Linear, gemms
-from gpt_pretrain.spec.recipes import Recipe
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
+from gpt_pretrain.run.recipes import Recipe
+from gpt_pretrain.run.run_spec import RunSpec
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
 # benchmarks/lm_head_h200.md): the GEMM writes BF16, the loss reads and writes fp32 for the maximum, the

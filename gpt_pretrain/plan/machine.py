@@ -19,8 +19,8 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
-from gpt_pretrain.spec.platform import Platform, environment_fields
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.platform import Platform, environment_fields
+from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
@@ -103,7 +103,7 @@ GPUS = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `spec.recipes`'.
+    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `run.recipes`'.
 
     Calibrated on an H200 (`tests/test_plan_speed.py` names the runs). Used unchanged for an H100, where 8 layers of
     Llama 3 8B kept to them within 1.2%, and for a B200, where nothing has been measured.

@@ -31,11 +31,11 @@ from gpt_pretrain.plan.stages import (
     plan_stages,
     rank_load,
 )
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.optimizers import MOMENT_BYTES, OPTIMIZERS
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.optimizers import MOMENT_BYTES, OPTIMIZERS
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
+from gpt_pretrain.run.run_spec import RunSpec
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.

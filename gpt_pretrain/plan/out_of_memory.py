@@ -22,8 +22,8 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.machine import GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.spec.platform import Platform, detect_platform
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.platform import Platform, detect_platform
+from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01

@@ -16,10 +16,10 @@ from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, r
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.spec.optimizers import OPTIMIZERS
-from gpt_pretrain.spec.products import FC1, QKV, Linear
-from gpt_pretrain.spec.recipes import RECIPES
-from gpt_pretrain.spec.run_spec import Layout, RunSpec, build_run_spec
+from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.products import FC1, QKV, Linear
+from gpt_pretrain.run.recipes import RECIPES
+from gpt_pretrain.run.run_spec import Layout, RunSpec, build_run_spec
 
 # Share of a microbatch that its backward pass takes: two products of three.
 BACKWARD_SHARE = 2 / 3
@@ -95,7 +95,7 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
-    # With experts, gradients are averaged in a pass of their own (`spec.core_fields.ddp_fields`).
+    # With experts, gradients are averaged in a pass of their own (`run.core_fields.ddp_fields`).
     averaged = stage.num_parameters if model.num_moe_experts is not None and layout.shards > 1 else 0
     exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
     return exposed + (memory_s(gpu, 2 * gradient * averaged) if averaged else 0.0)

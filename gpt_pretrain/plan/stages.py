@@ -25,10 +25,10 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.platform import BLACKWELL, Platform
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.spec.run_spec import Layout, RunSpec
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.platform import BLACKWELL, Platform
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
 # balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for it.

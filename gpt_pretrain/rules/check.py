@@ -22,7 +22,7 @@ from gpt_pretrain.rules.model import (
 from gpt_pretrain.rules.no_effect import no_effect_problems
 from gpt_pretrain.rules.shapes import Accepts, division_problems, fp8_shape_problems
 from gpt_pretrain.rules.training import asked_launch, training_problems
-from gpt_pretrain.spec.products import Resolved, resolve
+from gpt_pretrain.run.products import Resolved, resolve
 
 # A condition on a value, what a message says where it does not hold, and the keys that it is for.
 _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (

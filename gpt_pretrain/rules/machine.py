@@ -12,9 +12,9 @@ from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.rules.model import refusal
-from gpt_pretrain.spec.fp8 import Fp8Settings, emulation, local_layers
-from gpt_pretrain.spec.kernels import WIDEST, WIDEST_ON_BLACKWELL
-from gpt_pretrain.spec.platform import (
+from gpt_pretrain.run.fp8 import Fp8Settings, emulation, local_layers
+from gpt_pretrain.run.kernels import WIDEST, WIDEST_ON_BLACKWELL
+from gpt_pretrain.run.platform import (
     ATTENTION,
     BLACKWELL,
     CONSUMER_BLACKWELL,
@@ -27,8 +27,8 @@ from gpt_pretrain.spec.platform import (
     Platform,
     read_version,
 )
-from gpt_pretrain.spec.recipes import Recipe
-from gpt_pretrain.spec.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.recipes import Recipe
+from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
 
 # The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)

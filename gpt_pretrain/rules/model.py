@@ -11,16 +11,16 @@ from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, u
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.fp8 import Obstacle, local_layers
-from gpt_pretrain.spec.kernels import (
+from gpt_pretrain.run.fp8 import Obstacle, local_layers
+from gpt_pretrain.run.kernels import (
     activation_cast_obstacles,
     embedding_gradient_obstacles,
     flash_attention_obstacles,
     graph_obstacles,
     qkv_rope_obstacles,
 )
-from gpt_pretrain.spec.products import Resolved
-from gpt_pretrain.spec.recipes import recipes_for
+from gpt_pretrain.run.products import Resolved
+from gpt_pretrain.run.recipes import recipes_for
 
 # Counts; the rules divide by them.
 _COUNTS = (

@@ -30,9 +30,9 @@ from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.errors import one_of, show
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.spec.optimizers import OPTIMIZERS
-from gpt_pretrain.spec.products import Resolved, resolve
-from gpt_pretrain.spec.recipes import DELAYED_KEYS, RECIPES
+from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.products import Resolved, resolve
+from gpt_pretrain.run.recipes import DELAYED_KEYS, RECIPES
 
 type Why = Callable[[Resolved], str]
 """Why a key has no effect in a run; empty if it has one."""

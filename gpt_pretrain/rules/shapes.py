@@ -27,8 +27,8 @@ from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import indivisible, refusal
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 
 type Accepts = Callable[[str, int], bool]
 """Whether no rule about shapes would mention a key of `model.` with a value."""

@@ -34,7 +34,7 @@ from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.whole_layers import without_graphs
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec
 from gpt_pretrain.training.step import compute_gradients, mean_loss
 from gpt_pretrain.training.stop import BadStep
 

@@ -27,8 +27,8 @@ from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.megatron.pickles import restricted
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.run.platform import detect_platform
+from gpt_pretrain.run.run_spec import build_run_spec
 
 # What the last stage sends instead of a token.
 _NOTHING = -1

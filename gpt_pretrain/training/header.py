@@ -21,10 +21,10 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
-from gpt_pretrain.spec.core_fields import params_dtype
-from gpt_pretrain.spec.kernels import describe_kernels
-from gpt_pretrain.spec.products import describe_kept_out
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.core_fields import params_dtype
+from gpt_pretrain.run.kernels import describe_kernels
+from gpt_pretrain.run.products import describe_kept_out
+from gpt_pretrain.run.run_spec import RunSpec
 from gpt_pretrain.training.setup import Setup
 
 # Changed settings that a resume lists; the others are counted.

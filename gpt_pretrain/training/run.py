@@ -31,8 +31,8 @@ from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.run.platform import detect_platform
+from gpt_pretrain.run.run_spec import build_run_spec
 from gpt_pretrain.training.generation import check_prompt, write_sample
 from gpt_pretrain.training.header import open_console
 from gpt_pretrain.training.setup import Setup, set_up

@@ -22,7 +22,7 @@ from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec
 
 # Keys of `checkpoint.` with which a run saves nothing.
 _NO_SAVES = {"save_at_end": False, "save_interval_minutes": None, "save_interval": None, **READ_BY_SAVES}

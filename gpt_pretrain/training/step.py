@@ -22,8 +22,8 @@ from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
 from gpt_pretrain.plan.machine import bf16_peak_tflops
 from gpt_pretrain.report.records import TrainRecord
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.run_spec import RunSpec
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:

@@ -23,8 +23,8 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.platform import detect_platform
-from gpt_pretrain.spec.run_spec import build_run_spec
+from gpt_pretrain.run.platform import detect_platform
+from gpt_pretrain.run.run_spec import build_run_spec
 from gpt_pretrain.training.step import data_iterators, train_step
 
 LENGTH, SAMPLES, MICROBATCHES, STEPS = 128, 2, 2, 2

@@ -14,7 +14,7 @@ import torch
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.products import resolve
+from gpt_pretrain.run.products import resolve
 
 
 def product(code_bytes: list[int], scale: float, amax: dict[Role, float]) -> Product:

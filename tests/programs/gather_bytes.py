@@ -21,8 +21,8 @@ def main(*overrides):
     from gpt_pretrain.fp8.local_layers import fp8_layers
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
-    from gpt_pretrain.spec.platform import detect_platform
-    from gpt_pretrain.spec.run_spec import build_run_spec
+    from gpt_pretrain.run.platform import detect_platform
+    from gpt_pretrain.run.run_spec import build_run_spec
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

@@ -1,7 +1,7 @@
 """A training run that notes which keys it acts on: FILE OVERRIDE…; the keys go to the file, one a line.
 
 A read counts where it comes from the code that acts: not from the schema and the rules, which look at every key, nor
-from `spec`, whose fields the test compares itself, nor from what the run only says of itself.
+from `run`, whose fields the test compares itself, nor from what the run only says of itself.
 """
 
 import sys

@@ -16,7 +16,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.spec.platform import detect_platform
+from gpt_pretrain.run.platform import detect_platform
 from tests import sabotages
 from tests.emulated_training import TINY, Training, build_training, emulate
 

@@ -18,9 +18,9 @@ from gpt_pretrain.config.choices import (
 )
 from gpt_pretrain.config.derived import kv_channels, matmul_parameters_per_layer, num_query_groups
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, Obstacle, grouped_kernel, local_layers
-from gpt_pretrain.spec.platform import APEX_PARTS, Platform
-from gpt_pretrain.spec.products import FC1, FC2, Resolved
+from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, grouped_kernel, local_layers
+from gpt_pretrain.run.platform import APEX_PARTS, Platform
+from gpt_pretrain.run.products import FC1, FC2, Resolved
 
 # Head widths that FlashAttention-4 takes (`_validate_head_dims` in its interface.py).
 WIDTH_MULTIPLE, WIDEST, WIDEST_ON_BLACKWELL = 8, 256, 128

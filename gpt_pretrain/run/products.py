@@ -19,7 +19,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import counted
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.spec.fp8 import Fp8Settings, resolve_fp8
+from gpt_pretrain.run.fp8 import Fp8Settings, resolve_fp8
 
 # megatron-core's names of a transformer layer's linear layers, in the order of the forward pass.
 QKV, PROJ, FC1, FC2 = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"

@@ -12,10 +12,10 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.spec.fp8 import Fp8Settings
-from gpt_pretrain.spec.kernels import Kernels, plan_kernels
-from gpt_pretrain.spec.platform import Platform
-from gpt_pretrain.spec.products import Resolved, resolve
+from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.kernels import Kernels, plan_kernels
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.products import Resolved, resolve
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

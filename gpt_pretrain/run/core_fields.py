@@ -23,8 +23,8 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.spec.optimizers import OPTIMIZERS
-from gpt_pretrain.spec.run_spec import RunSpec
+from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.run_spec import RunSpec
 
 
 class Dtype(Enum):
