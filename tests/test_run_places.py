@@ -168,7 +168,8 @@ def test_a_run_directory_that_is_not_there_any_more_ends_the_run(how, saves, sta
     assert left == (["metrics.jsonl"] if how == "replaced by another run" else []), "no second run directory"
     assert left == [] or metrics_path(run_dir).read_text() == "another run's\n"
     if how != "deleted":
-        assert [record.step for record in load_metrics(tmp_path / "moved").train][:4] == [1, 2, 3, 4]
+        # A save that was being written may fail before step 4 is logged.
+        assert [record.step for record in load_metrics(tmp_path / "moved").train][:3] == [1, 2, 3]
         assert saves != "between two" or latest_checkpoint(tmp_path / "moved" / "checkpoints").name == "step_00000002"
 
 
