@@ -56,8 +56,6 @@ class Proven:
     fp8_flops_share: float
     """Share of FP8 in a step's matrix operations, attention and LM head included."""
     fp8_parameter_bytes_share: float
-    kept_out: tuple[str, ...]
-    """Linear layers that settings keep out of FP8; none of them computed in it."""
     warnings: tuple[str, ...]
     """What is unusual, but no error."""
     time_s: float
@@ -227,7 +225,6 @@ class Proof:
         return Proven(
             fp8_flops_share=self._spec.fp8_flops_share,
             fp8_parameter_bytes_share=in_fp8 / total,
-            kept_out=tuple(linear.module for linear in self._spec.kept_out),
             warnings=_sentences(differences),
             time_s=time.monotonic() - began,
         )
