@@ -222,10 +222,8 @@ def state_digest(module: torch.nn.Module) -> str | None:
     states = [delayed_state(module, role) for role in Role]
     if None in states:
         return None
-    digest = hashlib.sha256()
-    for history, scale in (state for state in states if state is not None):
-        digest.update(torch.cat([history[1:], scale.view(1)]).float().cpu().numpy().tobytes())
-    return digest.hexdigest()
+    parts = [part for history, scale in filter(None, states) for part in (history[1:], scale.view(1))]
+    return hashlib.sha256(torch.cat(parts).float().cpu().numpy().tobytes()).hexdigest()
 
 
 def state_digests(chunks: Sequence[MegatronModule], linears: Container[str]) -> dict[str, str]:

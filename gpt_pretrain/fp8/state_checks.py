@@ -22,6 +22,8 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -53,8 +55,8 @@ _BLOCK = 128
 _PIECE = 2**24
 
 type _Tensor = tuple[str, Role]
-# Amax history, fp32 [rows], and scale, fp32 [].
-type _State = tuple[torch.Tensor, torch.Tensor]
+# Amax history [rows] and scale.
+type _State = tuple[list[float], float]
 
 
 def is_recomputed(phase: Phase) -> bool:
@@ -85,17 +87,24 @@ class Replay:
         self._scales: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._reused: dict[_Tensor, list[torch.Tensor]] = defaultdict(list)
         self._stored: set[_Tensor] = set()
-        self._begin = {(name, role): self._copied_state((name, role)) for name in linears for role in Role}
+        self._tensors = [(name, role) for name in linears for role in Role]
+        self._begin = self._copied_states()
 
-    def _copied_state(self, tensor: _Tensor) -> _State | None:
-        name, role = tensor
-        state = delayed_state(self._modules[name], role) if name in self._modules else None
-        return None if state is None else (state[0].clone(), state[1].clone())
+    def _copied_states(self) -> dict[_Tensor, torch.Tensor]:
+        """The scale and then the history of each tensor that has them, fp32 [1 + rows]."""
+        states = {
+            (name, role): delayed_state(self._modules[name], role)
+            for name, role in self._tensors
+            if name in self._modules
+        }
+        return {
+            tensor: torch.cat([state[1].view(1), state[0]]) for tensor, state in states.items() if state is not None
+        }
 
     def row_before(self, tensor: _Tensor) -> torch.Tensor | None:
         """Row 0 of the history before the step, []: what a validation or the optimizer's cast has left there."""
-        begin = self._begin[tensor]
-        return None if begin is None else begin[0][0]
+        begin = self._begin.get(tensor)
+        return None if begin is None else begin[1]
 
     def note(self, tensor: _Tensor, phase: Phase, amax: torch.Tensor | None, scale: torch.Tensor) -> None:
         """Records a tensor that a product reads, with the scale of its codes, and its amax if it was cast for it."""
@@ -117,52 +126,80 @@ class Replay:
 
     def differences(self, group: torch.distributed.ProcessGroup) -> Iterator[Difference]:
         """All that differs from the replay; every rank of the amax reduction group calls it together."""
-        tensors, device = list(self._begin), torch.cuda.current_device()
-        ends = {tensor: self._copied_state(tensor) for tensor in tensors}
-        amaxes = torch.full((len(tensors), self._num_microbatches), -1.0, device=device)
-        # Scale and history, the same on all ranks of the group.
-        states = torch.full((2, len(tensors), 2), torch.nan, dtype=torch.float64, device=device)
-        for row, tensor in enumerate(tensors):
-            for index, amax in enumerate(self._amaxes[tensor][: self._num_microbatches]):
-                amaxes[row, index] = amax[0]
-            begin, end = self._begin[tensor], ends[tensor]
-            # Row 0 of a stored weight waits for the next pass, in which the ranks join it.
-            if tensor in self._stored and begin is not None:
-                amaxes[row, 0] = begin[0][0]
-            if end is not None:
-                state = torch.stack([end[1].double(), end[0][1:].double().sum()])
-                states[:, row] = torch.stack([state, -state])
-        torch.distributed.all_reduce(amaxes, op=torch.distributed.ReduceOp.MAX, group=group)
-        joined = states.clone()
-        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
-        passes = [[amax for amax in row if amax >= 0] for row in amaxes.tolist()]
-        for tensor, seen, own, (largest, smallest) in zip(
-            tensors, passes, states[0].tolist(), joined.transpose(0, 1).tolist(), strict=True
-        ):
-            end, begin = ends[tensor], self._begin[tensor]
+        if not self._tensors:
+            return
+        copied = self._copied_states()
+        passes, own, joined = self._joined(copied, group)
+        begins, ends = _read_states(self._begin), _read_states(copied)
+        used = _read({tensor: [*self._scales[tensor], *self._reused[tensor]] for tensor in self._tensors})
+        stored = _read({tensor: [self._inverse_scale(tensor)] for tensor in self._tensors if tensor in self._stored})
+        for tensor, seen in passes.items():
+            begin, end = begins.get(tensor), ends.get(tensor)
             if tensor[0] not in self._modules:
                 continue
+            for inverse in stored.get(tensor, []):
+                if end is not None and not _is_near(1.0 / inverse, end[1]):
+                    yield _difference(DELAYED_STATE, tensor, "scale of the stored codes", end[1], 1.0 / inverse)
             rows, planned = 0 if end is None else len(end[0]), self._settings.amax_history_len
             if begin is None and end is not None:
                 # Transformer Engine creates them in the first pass.
-                begin = torch.zeros_like(end[0]), torch.ones_like(end[1])
+                begin = [0.0] * rows, 1.0
             if rows != planned or end is None or begin is None:
                 yield _difference(DELAYED_STATE, tensor, "rows of the amax history", planned, rows)
-            elif all(map(math.isfinite, [*seen, *begin[0].tolist()])):
-                yield from self._compare(tensor, begin, seen, end)
-                for what, mine, high, low in zip(("scale", "amax history"), own, largest, smallest, strict=True):
+            elif all(map(math.isfinite, [*seen, *begin[0]])):
+                yield from self._compare(tensor, begin, seen, end, used[tensor])
+                largest, smallest = joined[tensor]
+                for what, mine, high, low in zip(
+                    ("scale", "amax history"), own[tensor], largest, smallest, strict=True
+                ):
                     if high != -low:
                         yield _difference(RANKS, tensor, f"{what} on all ranks", high, -low if mine == high else mine)
-        yield from self._emptied(dict(zip(tensors, passes, strict=True)))
+        yield from self._emptied(begins, passes)
 
-    def _emptied(self, seen: Mapping[_Tensor, list[float]]) -> Iterator[Difference]:
+    def _joined(
+        self, ends: Mapping[_Tensor, torch.Tensor], group: torch.distributed.ProcessGroup
+    ) -> tuple[dict[_Tensor, list[float]], dict[_Tensor, list[float]], dict[_Tensor, list[list[float]]]]:
+        """Three facts about each tensor, read from the device together; every rank of the group calls it together.
+
+        The largest amax of the ranks in each pass; its scale and the sum of its history on this rank; and the largest
+        of the ranks' scales and sums, and of their negatives.
+        """
+        device = torch.cuda.current_device()
+        none = torch.full((1,), -1.0, device=device)
+        rows, states = [], []
+        for tensor in self._tensors:
+            amaxes = self._amaxes[tensor][: self._num_microbatches]
+            # Row 0 of a stored weight waits for the next pass, in which the ranks join it.
+            if tensor in self._stored and tensor in self._begin:
+                amaxes = [self._begin[tensor][1], *amaxes[1:]]
+            rows += [*amaxes, *[none] * (self._num_microbatches - len(amaxes))]
+            end = ends.get(tensor)
+            if end is None:
+                states.append(torch.full((2,), torch.nan, dtype=torch.float64, device=device))
+            else:
+                states.append(torch.stack([end[0].double(), end[2:].double().sum()]))
+        amaxes_of_ranks = torch.cat([amax.view(1) for amax in rows]).view(len(self._tensors), -1)
+        torch.distributed.all_reduce(amaxes_of_ranks, op=torch.distributed.ReduceOp.MAX, group=group)
+        # [tensors, with either sign, scale and history]
+        own = torch.stack(states)
+        joined = torch.stack([own, -own], dim=1)
+        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+        passes = [[amax for amax in row if amax >= 0] for row in amaxes_of_ranks.tolist()]
+        by_tensor = partial(zip, self._tensors, strict=True)
+        return dict(by_tensor(passes)), dict(by_tensor(own.tolist())), dict(by_tensor(joined.tolist()))
+
+    def _inverse_scale(self, tensor: _Tensor) -> torch.Tensor:
+        weight: Any = self._modules[tensor[0]].weight
+        return weight._scale_inv  # type: ignore[no-any-return]
+
+    def _emptied(self, begins: Mapping[_Tensor, _State], seen: Mapping[_Tensor, list[float]]) -> Iterator[Difference]:
         """Histories that were empty before the step, while half or more of the same tensors of other layers had one."""
         filled: dict[tuple[str, Role], list[bool]] = defaultdict(list)
         was_filled = {}
-        for (name, role), begin in self._begin.items():
+        for (name, role), (history, _) in begins.items():
             # The only row of a history of one is the present pass's.
-            if begin is not None and len(begin[0]) > 1:
-                was_filled[name, role] = bool((begin[0][1:] != 0).any())
+            if len(history) > 1:
+                was_filled[name, role] = any(history[1:])
                 filled[self._linears[name].kind, role].append(was_filled[name, role])
         for (name, role), is_filled in was_filled.items():
             others = filled[self._linears[name].kind, role]
@@ -170,9 +207,11 @@ class Replay:
                 planned, live = f"filled, as {sum(others)} of {len(others)} of its kind", "empty before the step"
                 yield _difference(EMPTY_HISTORY, (name, role), "amax history", planned, live)
 
-    def _compare(self, tensor: _Tensor, begin: _State, seen: list[float], end: _State) -> Iterator[Difference]:
-        history, found_history = begin[0].tolist(), end[0].tolist()
-        scale, found_scale = begin[1].item(), end[1].item()
+    def _compare(
+        self, tensor: _Tensor, begin: _State, seen: list[float], end: _State, used: list[float]
+    ) -> Iterator[Difference]:
+        """Compares the state after the step, and the scales of codes that it read, with a replay of the amaxes."""
+        (history, scale), (found_history, found_scale) = begin, end
         first = self._first_scale(tensor, history)
         if first is not None and not first[0] * (1 - QUOTIENT_ERROR) <= scale <= first[1] * (1 + QUOTIENT_ERROR):
             yield _difference(DELAYED_STATE, tensor, "first scale", first[1], scale)
@@ -184,7 +223,6 @@ class Replay:
                 history = [*history[1:], newest]
                 history[0] = 0.0
             scales.append(scale)
-        used = [float(each) for each in (*self._scales[tensor], *self._reused[tensor])]
         num_casts = len(self._scales[tensor])
         for index, found in enumerate(used):
             # The scale of codes that were cast earlier must be that of one of the step's casts.
@@ -195,10 +233,6 @@ class Replay:
         if tensor in self._stored:
             # The amax of the optimizer's cast waits here for the next pass.
             history[0] = found_history[0]
-            weight: Any = self._modules[tensor[0]].weight
-            used_scale = 1.0 / weight._scale_inv.item()
-            if not _is_near(used_scale, found_scale):
-                yield _difference(DELAYED_STATE, tensor, "scale of the stored codes", found_scale, used_scale)
         if history[-1] != found_history[-1]:
             yield _difference(DELAYED_STATE, tensor, "newest amax of the history", history[-1], found_history[-1])
         off = sum(amax != found for amax, found in zip(history, found_history, strict=True))
@@ -226,6 +260,20 @@ class Replay:
         largest = self._scale(tensor, max(earlier))
         is_complete = not self._takes_maximum or num_used < len(earlier)
         return largest if is_complete else 0.0, largest
+
+
+def _read(numbers: Mapping[_Tensor, list[torch.Tensor]]) -> dict[_Tensor, list[float]]:
+    """Numbers in tensors, [n] each; waits for the device once."""
+    whole = [each.view(-1) for of_tensor in numbers.values() for each in of_tensor]
+    read = iter(torch.cat(whole).tolist() if whole else [])
+    return {
+        tensor: list(islice(read, sum(each.numel() for each in of_tensor))) for tensor, of_tensor in numbers.items()
+    }
+
+
+def _read_states(states: Mapping[_Tensor, torch.Tensor]) -> dict[_Tensor, _State]:
+    read = _read({tensor: [state] for tensor, state in states.items()})
+    return {tensor: (history, scale) for tensor, (scale, *history) in read.items()}
 
 
 def _difference(
@@ -275,8 +323,8 @@ class _Shard:
         blocks: torch.Tensor = self.weight._rowwise_scale_inv.reciprocal()
         return self._own(spread_over_blocks(blocks, (_BLOCK, _BLOCK), self.weight.shape))
 
-    def count_off(self) -> int:
-        """Number of codes that are not their masters'; waits for the device."""
+    def count_off(self) -> torch.Tensor:
+        """Number of codes that are not their masters', int64 []."""
         dtype = torch.float32 if self.is_of_local_layer else self.weight.dtype
         exact = torch.zeros((), device=self.master.device)
         pieces = (
@@ -285,7 +333,7 @@ class _Shard:
         off = torch.zeros((), dtype=torch.int64, device=self.master.device)
         for codes, master, scale in zip(*pieces, strict=True):
             off += other_codes(codes, master.to(dtype), exact, scale, "e4m3").sum()
-        return int(off)
+        return off
 
 
 def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -334,8 +382,10 @@ def weight_differences(
     for weight in weights.values():
         if id(weight) not in updated:
             yield difference(weight, what, "cast by the optimizer", "unknown to it")
-    for shard in _shards(optimizer):
-        if off := shard.count_off():
+    shards = list(_shards(optimizer))
+    counts = torch.stack([shard.count_off() for shard in shards]).tolist() if shards else []
+    for shard, off in zip(shards, counts, strict=True):
+        if off:
             size = shard.master.numel()
             yield difference(shard.weight, what, "every code that of its master", f"{off:,} of {size:,} are not")
     for weight, scale, found in _scales(optimizer, least_amax):
