@@ -24,6 +24,13 @@ MEASURED = {
 }
 
 
+def nearly_without_sum(values):
+    """The values, of which every 1,024th takes away what the others add up to, but for an eighth."""
+    is_spike = torch.arange(len(values)) % 1024 == 0
+    values = torch.where(is_spike, 0.0, values)
+    return torch.where(is_spike, -7 / 8 * values.sum() / is_spike.sum(), values)
+
+
 def drawn(kind, num, terms, generator):
     def normal(*shape):
         return torch.randn(shape, generator=generator)
@@ -31,12 +38,15 @@ def drawn(kind, num, terms, generator):
     values = {
         "normal": lambda: normal(num, terms),
         "positive": lambda: torch.rand(num, terms, generator=generator),
+        "same": lambda: normal(num, 1).expand(num, terms),
         "ones": lambda: torch.ones(num, terms),
         "outlier": lambda: torch.rand(num, terms, generator=generator) * torch.where(torch.arange(terms) < 8, 1e3, 1.0),
         # A text of one word: the same row at every token, but a few.
         "alike": lambda: normal(num, 1) + torch.where(torch.rand(terms, generator=generator) < 0.01, 3.0, 0.0),
         # Gradients that a few tokens dominate, and whose sum nearly vanishes.
         "cancelling": lambda: (spikes := normal(num, terms) ** 5) - spikes.mean(1, keepdim=True),
+        # The gradients of a text of one word: alike but for their size, and nearly without a sum.
+        "cancelling together": lambda: normal(num, 1) * nearly_without_sum(torch.rand(terms, generator=generator)),
         "one": lambda: torch.eye(num, terms),
     }
     return values[kind]()
@@ -78,8 +88,10 @@ def test_the_simulation_loses_what_an_h100_loses(kind, terms):
 
 @pytest.mark.parametrize("split", [False, True], ids=["unsplit", "split"])
 @pytest.mark.parametrize("terms", [128, 2048])
-@pytest.mark.parametrize("first", ["normal", "positive", "ones", "outlier", "alike", "cancelling", "one"])
-@pytest.mark.parametrize("second", ["normal", "positive", "alike", "cancelling"])
+@pytest.mark.parametrize(
+    "first", ["normal", "positive", "ones", "outlier", "alike", "cancelling", "cancelling together", "one"]
+)
+@pytest.mark.parametrize("second", ["normal", "positive", "alike", "same", "cancelling"])
 def test_what_tensor_cores_lose_is_neither_an_error_nor_unusual(first, second, terms, split):
     generator = torch.Generator().manual_seed(7)
     assert checked(drawn(first, ROWS, terms, generator), drawn(second, COLUMNS, terms, generator), split=split) == []

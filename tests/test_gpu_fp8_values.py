@@ -224,7 +224,7 @@ def test_the_input_of_another_microbatch_in_a_weight_gradient_is_found(recipe, m
             monkeypatch.undo()
         with pytest.raises(ProofError) as error:
             proof.judge()
-    told = [each for each in error.value.differences if each.comparison is OPERANDS_OF_WGRAD]
+    told = [each for each in error.value.differences if each.comparison == OPERANDS_OF_WGRAD]
     assert {each.module for each in told} == {
         f"decoder.layers.{layer}.{kind}" for layer in (0, 1) for kind in (PROJ, FC2)
     }

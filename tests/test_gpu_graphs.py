@@ -55,7 +55,7 @@ def train(training, steps, *, proven=True):
     for step in steps:
         if step % 3 == 0:
             curve.append(validation_loss(training))
-        proof = Proof(trainable.model, trainable.optimizer, step=1) if is_due else None
+        proof = Proof(trainable.model, trainable.optimizer, 0) if is_due else None
         with nullcontext() if proof is None else proof.watching():
             result = training.step()
         if proof is not None:

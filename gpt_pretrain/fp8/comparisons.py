@@ -107,7 +107,7 @@ RESULT = Comparison(
 )
 USUAL_RESULT = Comparison(
     what="the same on a GPU: how many times the product the result is, by least squares",
-    bound="1 within 1e-2, what sums of one sign lose, and four standard errors (tests/test_fp8_results.py)",
+    bound="1 within 1e-2, what sums of coherent terms lose, and four standard errors (tests/test_fp8_results.py)",
     stops=False,
 )
 ROUNDING = Comparison(

@@ -19,13 +19,17 @@ BF16_ROUNDING = 2.0**-8
 QUOTIENT_ERROR = 2.0**-22
 
 
+# Products that an FP8 instruction of Hopper's tensor cores adds to a sum.
+TERMS = 32
+
+
 class Sums(Enum):
     """How the terms of a product are added up, which decides what a sum may lose of its terms' magnitudes.
 
-    Tensor cores align the 32 products of an FP8 instruction, and the sum so far, to the largest of these 33 numbers and
-    cut each off after 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2): they lose at most 33 · 2^-13 of it. Split sums
-    move to fp32 after 128 terms. An H100 lost up to 2^-2.5 of 131,072 terms of one sign, and up to 2^-8 when it split
-    them; of terms of random signs, which cancel, 2^-15 and 2^-16 (benchmarks/fp8_h200.md, "Sums").
+    Tensor cores align the `TERMS` products of an FP8 instruction, and the sum so far, to the largest of these numbers
+    and cut each off after 14 bits (DeepSeek-V3, arXiv 2412.19437, 3.3.2): they lose at most (`TERMS` + 1) · 2^-13 of
+    it. Split sums move to fp32 after 128 terms. An H100 lost up to 2^-2.5 of 131,072 terms of one sign, and up to 2^-8
+    when it split them; of terms of random signs, which cancel, 2^-15 and 2^-16 (benchmarks/fp8_h100.md, "Sums").
     """
 
     fp32 = "fp32"
@@ -38,8 +42,8 @@ class Sums(Enum):
         if self is Sums.fp32:
             # And each term is a product of two rounded quotients.
             return (num_terms + 4) * 2.0**-24
-        per_instruction = 33 * 2.0**-13
-        num_instructions = 4 if self is Sums.split else -(-num_terms // 32)
+        per_instruction = (TERMS + 1) * 2.0**-13
+        num_instructions = 4 if self is Sums.split else -(-num_terms // TERMS)
         return min(1.0, num_instructions * per_instruction)
 
 

@@ -14,19 +14,20 @@ not matter how the operand's rounding errors add up: where rows are alike over t
 √tokens times what independent errors would.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
 from gpt_pretrain.fp8.cast_checks import Checks
 from gpt_pretrain.fp8.comparisons import CHANGED_VALUES, RESULT, ROUNDING, USUAL_RESULT
-from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, Fp8Operand, Phase, Product, Sums, role_name
+from gpt_pretrain.fp8.gemms import CAST_IN, QUOTIENT_ERROR, TERMS, Fp8Operand, Phase, Product, Sums, role_name
 
 # Rows and columns of a result that are multiplied again.
 SIDE = 128
 # The dimension of each operand that the product does not sum over.
 _OWN_DIMENSION = {Phase.forward: (0, 0), Phase.dgrad: (0, 1), Phase.wgrad: (1, 1)}
-# The relative error of products on tensor cores that is usual, beside what terms of one sign lose, and beside so many
+# The relative error of products on tensor cores that is usual, beside what coherent terms lose, and beside so many
 # standard errors of its estimate.
 _USUAL_ERROR, _DEVIATIONS = 1e-2, 4.0
 # The relative error of adding a product to an fp32 gradient.
@@ -119,8 +120,7 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
     size = torch.maximum((found if output.dtype is torch.float32 else result).norm(), again.norm())
     magnitudes = _product(*map(torch.abs, lines)).norm()
     lost = product.sums.most_lost(lines[0].shape[1])
-    # Terms of random signs have errors of random signs.
-    usually_lost = lost * again.norm().square() / magnitudes.clamp(min=torch.finfo(magnitudes.dtype).tiny)
+    usually_lost = lost * _coherence(lines, again).square() * again.norm().square() / _positive(magnitudes)
     rounding = product.result_error * size + _FP32_ROUNDING * result.norm()
     # Each term, and the result, may be flushed to zero.
     rounding += (lines[0].shape[1] + 1) * _SMALLEST_NORMAL * result.numel() ** 0.5
@@ -144,6 +144,24 @@ def check_result(checks: Checks, module: str, product: Product, output: torch.Te
             checks.add(ROUNDING, module, what, off, 0.0, along, planned="in the result", live=live)
 
 
+def _positive(divisor: torch.Tensor) -> torch.Tensor:
+    return divisor.clamp(min=torch.finfo(divisor.dtype).tiny)
+
+
+def _coherence(lines: Sequence[torch.Tensor], product: torch.Tensor) -> torch.Tensor:
+    """What the terms of a product's elements add up to, before those that all elements share cancel each other, [].
+
+    In multiples of the product: 1 if terms have one sign, and nearly so if they are random, because each element then
+    has signs of its own; m if all elements lose all but 1/m of their terms' magnitudes in the same way, as where the
+    rows of a batch are alike and their gradients add up to almost nothing. Sums lose a share of what they add up, so
+    elements are then off by m times that share, all alike.
+    """
+    first, second = lines
+    along = (first * (product @ second)).sum(0)
+    of_instructions = torch.nn.functional.pad(along, (0, -len(along) % TERMS)).view(-1, TERMS).sum(1)
+    return of_instructions.abs().sum() / _positive(product.square().sum())
+
+
 def _gain(found: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """How many times a matrix another one is, by least squares, and the standard error of that.
 
@@ -151,7 +169,7 @@ def _gain(found: torch.Tensor, again: torch.Tensor) -> tuple[torch.Tensor, torch
     So the error comes from how rows, or columns, differ.
     """
     together, size = found * again, again.square()
-    whole = size.sum().clamp(min=torch.finfo(size.dtype).tiny)
+    whole = _positive(size.sum())
     gain = together.sum() / whole
     off = together - gain * size
     return gain, torch.maximum(off.sum(0).norm(), off.sum(1).norm()) / whole
