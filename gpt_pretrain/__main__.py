@@ -113,9 +113,8 @@ def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
     """
     set_environment(jobs[0].config)
     prepare_libraries()
+    from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.rules.machine import machine_problems
-    from gpt_pretrain.run.platform import detect_platform
-    from gpt_pretrain.run.run_spec import build_run_spec
 
     platform = detect_platform()
     problems = [

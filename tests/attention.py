@@ -1,4 +1,4 @@
-"""Causal attention written out in fp64, beside `megatron.te_layers`."""
+"""Causal attention written out in fp64, beside `kernels.flash_attention`."""
 
 import math
 from collections.abc import Callable

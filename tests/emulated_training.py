@@ -18,6 +18,7 @@ from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
 from gpt_pretrain.fp8.local_layers import Fp8Layers, Fp8Linear, fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
@@ -29,7 +30,6 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.step import (
     StepResult,
     compute_gradients,

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.dump import named_weights, write_dump
 from gpt_pretrain.training.stop import BadStep
 from gpt_pretrain.training.watches import ExpertWatch

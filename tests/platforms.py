@@ -1,12 +1,13 @@
-"""Machines for tests, as `run.platform.detect_platform` would describe them."""
+"""Machines for tests, as `features.resolve.detect_platform` would describe them."""
 
 from dataclasses import replace
 
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.run_spec import RunSpec
 
 CPU = Platform(cuda=False, num_gpus=0, device_name="CPU")
 H200_WITHOUT_TE = replace(

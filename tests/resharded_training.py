@@ -26,10 +26,10 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew, save_checkpoint
 from tests.optimizer_states import LEAN, SMALLEST

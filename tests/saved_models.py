@@ -12,6 +12,7 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -19,8 +20,6 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
-from gpt_pretrain.run.run_spec import build_run_spec
 
 # Presets made small; otherwise they are what conf/model says.
 SMALL = (

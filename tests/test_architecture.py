@@ -12,24 +12,37 @@ KNOWS = {
     "config": set(),
     "launch": {"config"},
     "run": {"config", "launch", "kernels"},
-    "rules": {"config", "launch", "run"},
+    "features": {"config", "launch", "run", "kernels"},
+    "rules": {"config", "launch", "run", "features"},
     "kernels": set(),
-    "megatron": {"config", "launch", "run", "kernels"},
+    "megatron": {"config", "launch", "run", "features", "kernels"},
     "fp8": {"config", "run", "kernels", "megatron"},
     "data": {"config", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},
     "report": {"config"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
-    "plan": {"config", "launch", "rules", "run", "kernels", "megatron", "fp8"},
+    "plan": {"config", "launch", "rules", "run", "features", "kernels", "megatron", "fp8"},
     # A run that could not fit by the plan does not start.
-    "training": {"config", "launch", "rules", "run", "megatron", "fp8", "plan", "data", "checkpoint", "report"},
+    "training": {
+        "config",
+        "launch",
+        "rules",
+        "run",
+        "features",
+        "megatron",
+        "fp8",
+        "plan",
+        "data",
+        "checkpoint",
+        "report",
+    },
     # Another library's names for what a checkpoint holds; between the two stand these commands.
-    "huggingface": {"config", "launch", "rules", "run", "megatron", "data", "checkpoint"},
-    "benchmark": {"config", "launch", "rules", "run", "megatron", "fp8", "plan", "report", "training"},
+    "huggingface": {"config", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},
+    "benchmark": {"config", "launch", "rules", "run", "features", "megatron", "fp8", "plan", "report", "training"},
     # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
     "compare": {"config", "launch", "rules", "report", "benchmark"},
     # Asks the machine what every room above it would; nothing but its command knows the doctor.
-    "doctor": {"config", "launch", "rules", "run", "megatron", "plan", "training"},
+    "doctor": {"config", "launch", "rules", "run", "features", "megatron", "plan", "training"},
 }
 # What all commands share.
 KNOWS["commands"] = {"config", "launch", "rules", "megatron"}

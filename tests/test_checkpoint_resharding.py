@@ -17,10 +17,10 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.run.platform import detect_platform
 from tests.emulated_training import build_training_of
 from tests.forked_runs import fork_ranks
 from tests.resharded_training import (

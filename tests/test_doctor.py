@@ -11,8 +11,8 @@ from gpt_pretrain.doctor.facts import (
     Driver,
     Facts,
     Failure,
-    FlashAttention,
     Gpu,
+    Loaded,
     Requirement,
     Torch,
     TorchAO,
@@ -52,9 +52,9 @@ HEALTHY = Facts(
     driver=DRIVER,
     device_files=("/dev/nvidia0", "/dev/nvidia1"),
     transformer_engine=TE,
-    flash_attention=MISSING,
     torchao=MISSING,
     apex=MISSING,
+    libraries={"flash_attention": MISSING},
     application=Application(megatron_core="0.19.2"),
     requirements=(),
     packages={
@@ -68,7 +68,7 @@ HEALTHY = Facts(
 NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'", is_missing=True)
 NO_GPU_TORCH = replace(TORCH, gpus=(), peer_access=None, why_no_gpu="RuntimeError: Found no NVIDIA driver")
 LAPTOP = replace(HEALTHY, torch=NO_GPU_TORCH, driver=NO_DRIVER, device_files=(), transformer_engine=MISSING)
-FLASH = FlashAttention(version="4.0.0b36")
+FLASH = Loaded(version="4.0.0b36")
 TORCHAO = TorchAO(version="0.18.0", product_problem=None)
 PIP = "python -m pip install"
 INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
@@ -87,7 +87,7 @@ def broken_te(problem):
 
 
 def broken_flash(problem, version="4.0.0b36", **changes):
-    return replace(HEALTHY, flash_attention=Failure(problem=problem, version=version), **changes)
+    return replace(HEALTHY, libraries={"flash_attention": Failure(problem=problem, version=version)}, **changes)
 
 
 def with_gpu(name, capability):
@@ -117,9 +117,11 @@ def test_a_healthy_machine_has_no_findings_and_trains_in_fp8():
 
 def test_the_platform_is_the_one_that_training_detects():
     assert platform_of(HEALTHY, TORCH) == H200
-    flash = replace(HEALTHY, flash_attention=FLASH)
-    assert platform_of(flash, TORCH) == replace(H200, flash_attention="4.0.0b36")
-    assert platform_of(broken_flash("OSError: x"), TORCH) == replace(H200, flash_attention_problem="OSError: x")
+    flash = replace(HEALTHY, libraries={"flash_attention": FLASH})
+    assert platform_of(flash, TORCH) == replace(H200, libraries={"flash_attention": "4.0.0b36"})
+    assert platform_of(broken_flash("OSError: x"), TORCH) == replace(
+        H200, library_problems={"flash_attention": "OSError: x"}
+    )
     # It is not looked for without a GPU.
     assert platform_of(flash, NO_GPU_TORCH) == CPU
 
@@ -145,14 +147,14 @@ def test_recipes_of_torchao_run_where_it_is(facts, lacking):
 @pytest.mark.parametrize("te", [TE, MISSING])
 @pytest.mark.parametrize("flash", [FLASH, MISSING, Failure(problem="OSError: x", version="4.0.0b36")])
 def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te, flash):
-    facts = replace(with_gpu("GPU", capability), transformer_engine=te, flash_attention=flash)
+    facts = replace(with_gpu("GPU", capability), transformer_engine=te, libraries={"flash_attention": flash})
     (attention,) = (part.here for part in give_verdict(facts).parts if part.name == "attention")
     wide, narrow = (load_config([f"model={model}", "data=mock"]) for model in ("llama3_8b", "gpt2_124m"))
     platform = platform_of(facts, facts.torch)
 
     for config in (wide, narrow):
         kernels = spec_of(config, platform).kernels
-        assert attention.startswith("FlashAttention-4") == kernels.use_flash_attention
+        assert attention.startswith("FlashAttention-4") == kernels.features["use_flash_attention"]
         assert attention.endswith("cuDNN or flash-attn") == kernels.transformer_engine
 
 
@@ -165,7 +167,7 @@ def test_attention_runs_on_flash_attention_where_null_chooses_it(capability, te,
     ],
 )
 def test_the_table_has_its_version_or_what_its_absence_costs(capsys, flash, row):
-    facts = replace(HEALTHY, flash_attention=flash)
+    facts = replace(HEALTHY, libraries={"flash_attention": flash})
     print_verdict(facts, give_verdict(facts), console_of_width(WIDTH))
 
     assert row in [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
@@ -181,7 +183,7 @@ def test_recipes_that_run_without_transformer_engine_are_told_beside_its_absence
 
 @pytest.mark.parametrize("flash", [MISSING, FLASH, Failure(problem="OSError: x", version="4.0.0b36")])
 def test_a_laptop_trains_small_models_without_fp8(flash):
-    verdict = give_verdict(replace(LAPTOP, flash_attention=flash))
+    verdict = give_verdict(replace(LAPTOP, libraries={"flash_attention": flash}))
 
     (finding,) = verdict.findings
     assert finding.blocks is Blocks.nothing

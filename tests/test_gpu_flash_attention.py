@@ -5,8 +5,8 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from gpt_pretrain.megatron import te_layers
-from gpt_pretrain.run.platform import detect_platform
+from gpt_pretrain.features.resolve import detect_platform
+from gpt_pretrain.kernels import flash_attention
 from tests.attention import SCALE, Shape, check_against_fp64, make_inputs
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, te_names, train_ours
@@ -14,7 +14,7 @@ from tests.transformers_reference import build_reference, built_training, map_we
 pytestmark = [
     pytest.mark.gpu,
     # FlashAttention 2 has a module of the same name; one that is there and does not load is no reason to skip.
-    pytest.mark.skipif(detect_platform().flash_attention is None, reason="flash-attn-4 is not installed"),
+    pytest.mark.skipif("flash_attention" not in detect_platform().libraries, reason="flash-attn-4 is not installed"),
 ]
 
 FLASH, CUDNN = (f"model.use_flash_attention={asked}" for asked in ("true", "false"))
@@ -25,9 +25,9 @@ def train(name: str, *overrides: str) -> tuple[tuple[list[float], list[float]], 
     """Losses and gradient norms of a small model in BF16, and how often it attended by FlashAttention."""
     case = CASES[name]
     weights = te_names(map_weights(build_reference(case), case))
-    calls = Mock(wraps=te_layers.causal_attention)
+    calls = Mock(wraps=flash_attention.causal_attention)
     with (
-        patch.object(te_layers, "causal_attention", calls),
+        patch.object(flash_attention, "causal_attention", calls),
         built_training(case, weights, *TE_BF16, "model.optim.lr=2e-4", *overrides) as training,
     ):
         curves = train_ours(training, STEPS)
@@ -38,7 +38,7 @@ def train(name: str, *overrides: str) -> tuple[tuple[list[float], list[float]], 
 
 def test_attends_as_written_out_in_fp64():
     # BF16's rounding is 2e-3 on average, of probabilities and of what comes out.
-    check_against_fp64(te_layers.causal_attention, "cuda", torch.bfloat16, 6e-3)
+    check_against_fp64(flash_attention.causal_attention, "cuda", torch.bfloat16, 6e-3)
 
 
 @pytest.mark.parametrize(
@@ -70,13 +70,13 @@ def test_gradients_of_a_projection_are_those_of_its_parts_and_not_copied_togethe
     width = 128
     projected = torch.randn(2048, 2, 16, 3 * width, dtype=torch.bfloat16, device="cuda").requires_grad_()
     parts = SplitAlongDim.apply(projected, 3, [width] * 3)
-    out = te_layers.causal_attention(*parts, SCALE)
+    out = flash_attention.causal_attention(*parts, SCALE)
     gradient = torch.randn_like(out)
     with patch.object(torch, "cat", Mock(side_effect=AssertionError("copied"))):
         (found,) = torch.autograd.grad(out, projected, gradient)
 
     apart = [each.detach().contiguous().requires_grad_() for each in parts]
-    expected = torch.autograd.grad(te_layers.causal_attention(*apart, SCALE), apart, gradient)
+    expected = torch.autograd.grad(flash_attention.causal_attention(*apart, SCALE), apart, gradient)
     assert torch.equal(found, torch.cat(expected, dim=3))
 
 
@@ -89,7 +89,7 @@ def test_the_same_bits_again_where_deterministic_algorithms_are_asked_for(by, mo
         each.requires_grad_()
 
     def attend():
-        out = te_layers.causal_attention(*inputs, SCALE)
+        out = flash_attention.causal_attention(*inputs, SCALE)
         return out.detach(), *torch.autograd.grad(out, inputs, gradient)
 
     if by == "environment":

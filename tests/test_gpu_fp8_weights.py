@@ -5,12 +5,12 @@ import torch
 from megatron.core.fp8_utils import post_all_gather_processing, quantize_param_shard
 from torch._C._distributed_c10d import HashStore
 
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.stored_weights import cast_masters, install_weight_cast
-from gpt_pretrain.run.platform import detect_platform
 from tests.platforms import spec_of
 
 pytestmark = pytest.mark.gpu

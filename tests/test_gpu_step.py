@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.setup import set_up
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer

@@ -12,6 +12,7 @@ from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.export import main as export_main
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.import_hf import main
 from gpt_pretrain.launch.ranks import read_launch
@@ -19,7 +20,6 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
 from tests.forked_runs import fork_ranks
 from tests.saved_models import build_trainable, small_tokenizer
 from tests.transformers_reference import RESCALED_ROPE, build_reference, gpt2, llama, make_tokens, reference_logits

@@ -12,6 +12,7 @@ from megatron.core import parallel_state, tensor_parallel
 from megatron.core.tensor_parallel import random as megatron_random
 
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -20,7 +21,6 @@ from gpt_pretrain.megatron.model import build_model, translate_transformer
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
 from tests.platforms import spec_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which is used as it is")

@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.features.flash_attention import FLASH_ATTENTION
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
-from gpt_pretrain.run.platform import flash_attention
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of
 from tests.refusals import check_told
 
 ASKED = "model.use_flash_attention=true"
-WITH_FLASH = replace(H200, flash_attention="4.0.0b36")
+WITH_FLASH = replace(H200, libraries={"flash_attention": "4.0.0b36"})
 LLAMA = "model=llama3_8b", "data=mock"
 
 
@@ -60,7 +60,7 @@ def package(monkeypatch):
 
 
 def test_sequences_side_by_side_are_heads_of_one_sequence(package):
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     check_against_fp64(causal_attention, "cpu", torch.float64, 1e-12)
     assert package.asked == [
@@ -70,7 +70,7 @@ def test_sequences_side_by_side_are_heads_of_one_sequence(package):
 
 
 def test_what_is_contiguous_is_not_copied(package):
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     *inputs, _ = make_inputs(SHAPES["four queries to a key"], torch.float32, "cpu")
     causal_attention(*inputs, 1.0)
@@ -78,7 +78,7 @@ def test_what_is_contiguous_is_not_copied(package):
 
 
 def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(package):
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     query, key, value = torch.randn(5, 2, 3, 3 * 8).split(8, dim=-1)
     causal_attention(query, key, value, 1.0)
@@ -91,7 +91,7 @@ def test_parts_of_one_projection_are_not_copied_and_values_alone_do_not_keep_it(
 
 def test_gradients_of_parts_of_one_projection_are_parts_of_one_tensor(package):
     """Which split of the projection takes them as they are: Transformer Engine's asks for strides, storage, offsets."""
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     shape, width = (6, 2, 3), 8
     projected = torch.randn(*shape, 3 * width, dtype=torch.float64)
@@ -113,7 +113,7 @@ def test_gradients_of_parts_of_one_projection_are_parts_of_one_tensor(package):
 
 @pytest.mark.parametrize("lying", ["in another order", "wider apart", "with other heads", "in another tensor"])
 def test_gradients_of_parts_that_lie_otherwise_are_tensors_of_their_own(package, lying):
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     parts = list(torch.randn(6, 2, 4, 4 * 8, dtype=torch.float64).split(8, dim=-1))
     of_three = list(torch.randn(6, 2, 4, 3 * 8, dtype=torch.float64).split(8, dim=-1))
@@ -133,7 +133,7 @@ def test_gradients_of_parts_that_lie_otherwise_are_tensors_of_their_own(package,
 
 @pytest.mark.parametrize("by", ["torch", "environment"])
 def test_a_fixed_order_is_asked_for_where_algorithms_are_to_be_deterministic(package, monkeypatch, by):
-    from gpt_pretrain.megatron.te_layers import causal_attention
+    from gpt_pretrain.kernels.flash_attention import causal_attention
 
     if by == "environment":
         monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
@@ -176,7 +176,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert message.startswith(f"{ASKED} ")
     assert f" {named}: " in message
     assert message.endswith("use null or false")
-    assert not spec_of(load_config([*LLAMA, *overrides]), WITH_FLASH).kernels.use_flash_attention
+    assert not spec_of(load_config([*LLAMA, *overrides]), WITH_FLASH).kernels.features["use_flash_attention"]
 
 
 @pytest.mark.parametrize(
@@ -204,11 +204,11 @@ def test_a_machine_without_it_refuses_and_null_does_without(platform, why):
     check_told(problem, [ASKED, why], [["model.use_flash_attention=null"], ["model.use_flash_attention=false"]])
     unasked = load_config([*LLAMA])
     check_machine(spec_of(unasked, platform))
-    assert not spec_of(unasked, platform).kernels.use_flash_attention
+    assert not spec_of(unasked, platform).kernels.features["use_flash_attention"]
 
 
 def test_one_that_is_installed_and_does_not_load_is_told():
-    broken = replace(H200, flash_attention_problem="OSError: libcute_dsl_runtime.so is missing")
+    broken = replace(H200, library_problems={"flash_attention": "OSError: libcute_dsl_runtime.so is missing"})
     with pytest.raises(ConfigError, match=r"cannot be used here: OSError: libcute_dsl_runtime\.so is missing; use"):
         check_machine(spec_of(load_config([*LLAMA, ASKED]), broken))
     for without in ("model.kv_channels=64", "model.fused_single_qkv_rope=false", "model.transformer_engine=false"):
@@ -235,18 +235,18 @@ def test_the_version_is_the_distributions(package, monkeypatch, installed, found
         return installed
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert flash_attention() == found
+    assert FLASH_ATTENTION.library.find() == found
 
 
 def test_a_package_that_does_not_load_says_why(package, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36")
     monkeypatch.delattr(type(package), "_flash_attn_bwd")
-    version, problem = flash_attention()
+    version, problem = FLASH_ATTENTION.library.find()
     assert version is None
     assert problem == "AttributeError: module 'flash_attn.cute.interface' has no attribute '_flash_attn_bwd'"
     # None stands for a module that cannot be imported.
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    version, problem = flash_attention()
+    version, problem = FLASH_ATTENTION.library.find()
     assert version is None
     assert problem.startswith("ModuleNotFoundError: import of flash_attn.cute.interface halted")
 
@@ -255,23 +255,23 @@ def test_null_takes_it_where_it_was_measured():
     blackwell = replace(WITH_FLASH, device_name="NVIDIA B200", compute_capability=(10, 0))
     for overrides in ([], ["fp8=delayed"], ["fp8=tensorwise", "model.tensor_model_parallel_size=2"]):
         config = load_config([*LLAMA, *overrides])
-        assert spec_of(config, WITH_FLASH).kernels.use_flash_attention
-        assert not spec_of(config, blackwell).kernels.use_flash_attention
+        assert spec_of(config, WITH_FLASH).kernels.features["use_flash_attention"]
+        assert not spec_of(config, blackwell).kernels.features["use_flash_attention"]
         off = replace(config, model=replace(config.model, use_flash_attention=False))
-        assert not spec_of(off, WITH_FLASH).kernels.use_flash_attention
+        assert not spec_of(off, WITH_FLASH).kernels.features["use_flash_attention"]
     for unmeasured in (
         "model.kv_channels=64",
         "model.kv_channels=256",
         "model.fused_single_qkv_rope=false",
         "model.activations_checkpoint_granularity=selective",
     ):
-        assert not spec_of(load_config([*LLAMA, unmeasured]), WITH_FLASH).kernels.use_flash_attention
+        assert not spec_of(load_config([*LLAMA, unmeasured]), WITH_FLASH).kernels.features["use_flash_attention"]
     # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.
     for model in ("gpt3_1_3b", "gpt2_124m"):
         gpt = f"model={model}", "data=mock"
-        assert spec_of(load_config([*gpt]), WITH_FLASH).kernels.use_flash_attention
+        assert spec_of(load_config([*gpt]), WITH_FLASH).kernels.features["use_flash_attention"]
         for unmeasured in ("model.num_query_groups=4", "model.kv_channels=256", "model.position_embedding_type=rope"):
             asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
-            assert not spec_of(load_config(asked), WITH_FLASH).kernels.use_flash_attention
+            assert not spec_of(load_config(asked), WITH_FLASH).kernels.features["use_flash_attention"]
     check_machine(spec_of(load_config([*LLAMA, ASKED]), blackwell))
     check_machine(spec_of(load_config([*LLAMA, ASKED]), WITH_FLASH))

@@ -1,18 +1,19 @@
 """What a machine offers decides the nulls of the kernel keys, and which explicit settings are refused."""
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import Launch, read_launch
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.rules.model import graph_problems
 from gpt_pretrain.run.kernels import Kernels, describe_kernels
-from gpt_pretrain.run.platform import Platform, detect_platform
+from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 from tests.refusals import Refused, Rules, check_refused, check_told, compose_quickly
@@ -70,7 +71,7 @@ def problems_on(platform: Platform) -> Rules:
 
 
 def active(kernels: Kernels) -> set[str]:
-    return {field.name for field in fields(kernels) if getattr(kernels, field.name)}
+    return {name for name, value in kernels.values().items() if value}
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
-from gpt_pretrain.run.platform import Platform, detect_platform
+from gpt_pretrain.run.platform import Platform
 from tests.forked_runs import fork_ranks
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, spec_of

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.run.platform import detect_platform
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 from tests.refusals import check_told
 

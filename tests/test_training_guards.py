@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import LossSpikeRecord, SkippedStepRecord
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.training.setup import set_up
 from gpt_pretrain.training.stop import NotFiniteError, StepGuard, StopRequest, TokensMissingError
 from gpt_pretrain.training.trainer import Trainer

@@ -33,6 +33,7 @@ from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, P
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.schema import BenchmarkConfig, Config
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
 from gpt_pretrain.launch.ranks import Launch
@@ -40,8 +41,8 @@ from gpt_pretrain.megatron.model import build_model, translate_optimizer
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.megatron.parallel import process_groups, user_buffers
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.run.platform import Platform, detect_platform
-from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.run_spec import RunSpec
 from gpt_pretrain.training.step import mean_loss, memory_gib
 
 

@@ -17,6 +17,7 @@ from gpt_pretrain.config.errors import ConfigError, hydra_quoted
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.gate import load_config
@@ -24,7 +25,6 @@ from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect, unread_keys
 from gpt_pretrain.rules.overrides import parse_override, single_value
 from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.run_spec import build_run_spec
 
 PROFILED_STEPS = 3
 _BARE = "bare"

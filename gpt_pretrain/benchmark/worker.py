@@ -142,9 +142,8 @@ def _train(config: Config, launch: Launch, after_step: Callable[..., None] | Non
 
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
     from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch, run_bare_loop
+    from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.run.core_fields import params_dtype
-    from gpt_pretrain.run.platform import detect_platform
-    from gpt_pretrain.run.run_spec import build_run_spec
 
     platform = detect_platform()
     profiler = None
@@ -197,7 +196,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
 
     install_cpu_device()
     if not trains:
-        from gpt_pretrain.run.platform import detect_platform
+        from gpt_pretrain.features.resolve import detect_platform
 
         platform = detect_platform()
         if task.kind == "platform":

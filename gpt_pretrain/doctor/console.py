@@ -9,9 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.config.errors import counted
-from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
+from gpt_pretrain.doctor.facts import Apex, Driver, Facts, Failure, Loaded, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
+from gpt_pretrain.features.registry import LIBRARIES
 from gpt_pretrain.run.platform import MULTICAST_OFF
 
 # Columns of the tables, unless the terminal is narrower.
@@ -38,7 +39,8 @@ def _libraries(facts: Facts) -> Iterator[Row]:
     if isinstance(torch, Torch) and torch.gpus:
         yield from _gpus(facts, torch)
     yield _library("Transformer Engine", facts.transformer_engine)
-    yield _library("FlashAttention-4", facts.flash_attention, without=_SLOWER)
+    for library in LIBRARIES:
+        yield _library(library.title, facts.libraries[library.name], without=_SLOWER)
     yield _library("TorchAO", facts.torchao, without="its recipes are emulated only")
     if isinstance(application, Failure):
         yield "megatron-core", application.version or "not installed", "training does not load"
@@ -48,7 +50,7 @@ def _libraries(facts: Facts) -> Iterator[Row]:
 
 
 def _library(
-    name: str, library: Torch | TransformerEngine | FlashAttention | TorchAO | Apex | Failure, *, without: str = ""
+    name: str, library: Torch | TransformerEngine | Loaded | TorchAO | Apex | Failure, *, without: str = ""
 ) -> Row:
     """The row of a library; `without` says what runs lose if it is not installed."""
     if isinstance(library, Failure):

@@ -72,8 +72,8 @@ class TransformerEngine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FlashAttention:
-    """FlashAttention-4, loaded, and new enough for runs to use it."""
+class Loaded:
+    """A feature's library, loaded, and new enough for runs to use it."""
 
     version: str
 
@@ -123,9 +123,10 @@ class Facts:
     device_files: tuple[str, ...]
     """How processes reach the GPUs, `/dev/nvidia0` and so on; they exist even without a working driver."""
     transformer_engine: TransformerEngine | Failure
-    flash_attention: FlashAttention | Failure
     torchao: TorchAO | Failure
     apex: Apex | Failure
+    libraries: Mapping[str, Loaded | Failure]
+    """Name of each library that features call (`features.registry.LIBRARIES`) → what was found of it."""
     application: Application | Failure
     requirements: tuple[Requirement, ...] | Failure | None
     """Unmet requirements; None where the project runs from a checkout that is not installed."""

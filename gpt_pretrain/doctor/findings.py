@@ -12,13 +12,13 @@ from enum import StrEnum
 
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
-from gpt_pretrain.run.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST
+from gpt_pretrain.features.registry import LIBRARIES
+from gpt_pretrain.run.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST, Library
 
 # The first driver of each CUDA major version (CUDA compatibility guide, minor version compatibility).
 _FIRST_DRIVER = {11: "450 or newer", 12: "525 or newer", 13: "580 or newer"}
 # BF16 came with Ampere.
 _BF16_CAPABILITY = (8, 0)
-_REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 # Where PyTorch comes from the machine's image, it must not be replaced: a fix names the one package that is missing.
 _INSTALL = "python -m pip install"
 # Docker gives a container 64 MiB unless told otherwise; NCCL's ranks of a node exchange buffers there.
@@ -167,7 +167,7 @@ def _broken_driver(facts: Facts, driver: Failure) -> Finding:
 
 def _application(facts: Facts) -> Iterator[Finding]:
     """Training's own modules that do not load, unless a finding about what they need already says why."""
-    application, te, flash = facts.application, facts.transformer_engine, facts.flash_attention
+    application, te = facts.application, facts.transformer_engine
     is_explained = any(unmet.installed is None for unmet in _unmet(facts))
     if not isinstance(application, Failure) or is_explained or isinstance(facts.torch, Failure):
         return
@@ -183,10 +183,26 @@ def _application(facts: Facts) -> Iterator[Finding]:
     elif "'megatron" in application.problem and application.version is not None:
         what += ". megatron-core is installed: another folder named megatron comes first on Python's path"
         fix = 'unset PYTHONPATH; python -c "import megatron; print(megatron.__path__)"'
-    elif isinstance(flash, Failure) and _ended_by(flash.problem) == _ended_by(application.problem):
-        what += ". FlashAttention-4, which megatron-core loads, fails in the same way: fix it, or train without it"
-        fix = _REMOVE_FLASH
+    else:
+        for library, failure in _broken_libraries(facts):
+            if library.loaded_by_core and _ended_by(failure.problem) == _ended_by(application.problem):
+                what += (
+                    f". {library.title}, which megatron-core loads, fails in the same way: fix it, or train without it"
+                )
+                fix = _remove(library)
     yield Finding("training", what, fix, Blocks.training)
+
+
+def _broken_libraries(facts: Facts) -> Iterator[tuple[Library, Failure]]:
+    """Features' libraries that are installed and cannot be used."""
+    for library in LIBRARIES:
+        found = facts.libraries[library.name]
+        if isinstance(found, Failure) and not found.is_missing:
+            yield library, found
+
+
+def _remove(library: Library) -> str:
+    return f"python -m pip uninstall --yes {library.distribution}"
 
 
 def _ended_by(problem: str) -> str:
@@ -196,7 +212,7 @@ def _ended_by(problem: str) -> str:
 
 def _libraries(facts: Facts, torch: Torch) -> Iterator[Finding]:
     """Findings about the libraries that a run looks for on a machine with GPUs."""
-    te, flash, torchao = facts.transformer_engine, facts.flash_attention, facts.torchao
+    te, torchao = facts.transformer_engine, facts.torchao
     if isinstance(te, Failure):
         yield Finding(_TE, *_why_not_loaded(te, torch, facts), Blocks.fp8)
     else:
@@ -207,9 +223,10 @@ def _libraries(facts: Facts, torch: Torch) -> Iterator[Finding]:
             )
             yield Finding("cuDNN", what, _use_libraries_of(torch), Blocks.training)
         yield from _fp8_layer(f"{_TE} {te.version}", te.product_problem, _rebuild(te.version), Blocks.fp8)
-    if isinstance(flash, Failure) and not flash.is_missing:
-        what = f"is installed and cannot be used: {flash.problem}. Training works without it, but slower"
-        yield Finding("FlashAttention-4", what, f"{_REMOVE_FLASH} && {install_command('flash')}", Blocks.nothing)
+    for library, failure in _broken_libraries(facts):
+        what = f"is installed and cannot be used: {failure.problem}. Training works without it, but slower"
+        fix = f"{_remove(library)} && {install_command(library.extra)}"
+        yield Finding(library.title, what, fix, Blocks.nothing)
     fix = f"python -m pip uninstall --yes torchao && {install_command('torchao')}"
     if not isinstance(torchao, Failure):
         yield from _fp8_layer(f"TorchAO {torchao.version}", torchao.product_problem, fix, Blocks.nothing)

@@ -19,6 +19,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +29,17 @@ from gpt_pretrain.doctor.facts import (
     Driver,
     Facts,
     Failure,
-    FlashAttention,
     Gpu,
+    Loaded,
     Requirement,
     Torch,
     TorchAO,
     TransformerEngine,
 )
+from gpt_pretrain.features.registry import LIBRARIES
 from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files, installed_version
 from gpt_pretrain.run import platform
+from gpt_pretrain.run.platform import Library
 
 _WATCHED = (
     *platform.MULTICAST_OFF,
@@ -48,6 +51,8 @@ _WATCHED = (
     "PYTHONPATH",
 )
 _PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
+# What features call, by the name that it is installed by.
+_LIBRARIES = {library.distribution: library for library in LIBRARIES}
 # An import from a cold network file system takes tens of seconds; one that takes minutes hangs.
 _TIMEOUT_S = 180
 # Width of the products that are tried: a multiple of 16, as FP8 asks.
@@ -58,7 +63,7 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
     """Looks at everything, for as long as the slowest import takes: about ten seconds, half a minute on a GPU."""
     application = "application" if assumed_gpu is None else "application_on_gpu"
     files = device_files()
-    on_gpu = ["torch", "transformer_engine", "flash-attn-4", "torchao", "apex", application]
+    on_gpu = ["torch", "transformer_engine", *_LIBRARIES, "torchao", "apex", application]
     queues = [on_gpu] if files else [[name] for name in on_gpu]
     found = run_probes([*queues, ["driver"], ["requirements"]])
     torch = found["torch"]
@@ -72,7 +77,7 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
         driver=found["driver"],
         device_files=tuple(files),
         transformer_engine=found["transformer_engine"],
-        flash_attention=found["flash-attn-4"],
+        libraries={library.name: found[distribution] for distribution, library in _LIBRARIES.items()},
         torchao=found["torchao"],
         apex=found["apex"],
         application=found[application],
@@ -224,17 +229,17 @@ def _probe_transformer_engine() -> TransformerEngine:
     )
 
 
-def _usable_version(name: str, found: Callable[[], tuple[str | None, str | None]]) -> str:
-    """The version of a library that a run looks up as `found`, unless it does not use it."""
+def _usable_version(name: str, find: Callable[[], tuple[str | None, str | None]]) -> str:
+    """The version of a library that a run looks up by `find`, unless it does not use it."""
     importlib.metadata.version(name)  # its absence is the answer
-    version, problem = found()
+    version, problem = find()
     if version is None:
         raise _Unusable(problem)
     return version
 
 
-def _probe_flash_attention() -> FlashAttention:
-    return FlashAttention(version=_usable_version("flash-attn-4", platform.flash_attention))
+def _probe_library(library: Library) -> Loaded:
+    return Loaded(version=_usable_version(library.distribution, library.find))
 
 
 def _probe_torchao() -> TorchAO:
@@ -307,7 +312,7 @@ _PROBES: dict[str, Callable[[], object]] = {
     "torch": _probe_torch,
     "driver": _probe_driver,
     "transformer_engine": _probe_transformer_engine,
-    "flash-attn-4": _probe_flash_attention,
+    **{distribution: partial(_probe_library, library) for distribution, library in _LIBRARIES.items()},
     "torchao": _probe_torchao,
     "apex": _probe_apex,
     "application": _probe_application,

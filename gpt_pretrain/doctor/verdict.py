@@ -4,14 +4,14 @@ Whether a recipe runs is decided by the rules that training itself asks (`rules.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.doctor.facts import Apex, Facts, Failure, FlashAttention, Torch, TorchAO, TransformerEngine
+from gpt_pretrain.doctor.facts import Apex, Facts, Failure, Loaded, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
+from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
-from gpt_pretrain.run.kernels import FLASH_ATTENTION_WIDTHS, ROTATED_FLASH_ATTENTION_WIDTHS
 from gpt_pretrain.run.platform import Platform, compiler_problem, environment_fields
 from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
 
@@ -59,7 +59,7 @@ class Verdict:
         return 3 if self.trains else 1
 
 
-def _found(library: TransformerEngine | FlashAttention | TorchAO | Failure) -> tuple[str | None, str | None]:
+def _found(library: TransformerEngine | Loaded | TorchAO | Failure) -> tuple[str | None, str | None]:
     """The fields of `Platform` about a library: its version, or why it is not used where it is installed."""
     if isinstance(library, Failure):
         return None, None if library.is_missing else library.problem
@@ -73,7 +73,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         # Without a GPU a run looks for none of the libraries.
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
     te_version, te_problem = _found(facts.transformer_engine)
-    flash_version, flash_problem = _found(facts.flash_attention)
+    libraries = {name: _found(library) for name, library in facts.libraries.items()}
     torchao_version, torchao_problem = _found(facts.torchao)
     parts: Mapping[str, Any] = facts.apex.parts if isinstance(facts.apex, Apex) else {}
     return Platform(
@@ -86,8 +86,8 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         transformer_engine_problem=te_problem,
         torchao=torchao_version,
         torchao_problem=torchao_problem,
-        flash_attention=flash_version,
-        flash_attention_problem=flash_problem,
+        libraries={name: version for name, (version, _) in libraries.items() if version is not None},
+        library_problems={name: problem for name, (_, problem) in libraries.items() if problem is not None},
         **variables,
         **parts,
     )
@@ -111,16 +111,7 @@ def _part(name: str, order: str, *choices: tuple[bool, str]) -> Part:
 def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
     te, has_te = facts.transformer_engine, platform.transformer_engine is not None
     scales_on_device = has_te and isinstance(te, TransformerEngine) and te.scales_on_device
-    # Where null chooses it for heads of these widths (`run.kernels`).
-    has_flash = has_te and platform.is_hopper and platform.flash_attention is not None
-    rotated, still = (
-        " and ".join(map(str, widths)) for widths in (ROTATED_FLASH_ATTENTION_WIDTHS, FLASH_ATTENTION_WIDTHS)
-    )
-    of_te = "Transformer Engine: cuDNN or flash-attn"
-    flash = (
-        f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without, else {of_te}"
-    )
-    return (
+    parts = (
         _part(
             "transformer layers",
             "Transformer Engine; megatron-core's local layers: only TorchAO's FP8 recipes, no context parallelism",
@@ -129,10 +120,9 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
         ),
         _part(
             "attention",
-            "FlashAttention-4, on Hopper in Transformer Engine's layers; Transformer Engine; PyTorch's fused "
-            "kernels; separate operations, with apex's softmax where it is installed",
-            (has_flash, flash),
-            (has_te, of_te),
+            "Transformer Engine; PyTorch's fused kernels; separate operations, with apex's softmax where it is "
+            "installed",
+            (has_te, "Transformer Engine: cuDNN or flash-attn"),
             (platform.cuda, "PyTorch's fused kernels"),
             (True, "PyTorch, in separate operations"),
         ),
@@ -164,6 +154,18 @@ def _parts(facts: Facts, platform: Platform) -> tuple[Part, ...]:
             (True, "PyTorch's Adam"),
         ),
     )
+    return tuple(_with_features(part, platform) for part in parts)
+
+
+def _with_features(part: Part, platform: Platform) -> Part:
+    """A part with the features that would be its first choice."""
+    for feature in FEATURES:
+        name, when = feature.doctor_part
+        if name == part.name:
+            choice = feature.doctor_choice(platform)
+            here = part.here if choice is None else f"{choice}, else {part.here}"
+            part = replace(part, here=here, order=f"{when}; {part.order}")
+    return part
 
 
 def give_verdict(facts: Facts) -> Verdict:
@@ -189,11 +191,12 @@ def doctor_document(facts: Facts, verdict: Verdict) -> dict[str, Any]:
     `version` grows when a name changes its meaning or disappears; new names may appear. A library in `facts` is either
     a `Failure`, with the field `problem`, or what was found of it.
     """
+    found = asdict(facts)
     return {
         "version": VERSION,
         "trains": verdict.trains,
         "trains_in_fp8": verdict.trains_in_fp8,
         "exit_code": verdict.exit_code,
         **asdict(verdict),
-        "facts": asdict(facts),
+        "facts": {name: value for name, value in found.items() if name != "libraries"} | found["libraries"],
     }

@@ -29,6 +29,7 @@ from gpt_pretrain.config.files import read_foreign_json
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
 from gpt_pretrain.huggingface.export import (
     INDEX,
@@ -43,9 +44,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.rules.check import model_problems, ranges
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.run.products import resolve
-from gpt_pretrain.run.run_spec import build_run_spec
 
 _EXPERIMENT = "imported"
 # Longer samples are for long-context training, which sets model.encoder_seq_length.

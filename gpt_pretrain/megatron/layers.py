@@ -30,6 +30,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, get_tr
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
+from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.run.kernels import Kernels
 
 # In this order: cuDNN is fastest on Hopper, and the last takes what the others refuse, also in O(s) memory.
@@ -152,10 +153,8 @@ def build_layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-        if kernels.use_flash_attention:
-            from gpt_pretrain.megatron.te_layers import FlashAttention
-
-            layer.submodules.self_attention.submodules.core_attention = FlashAttention
+        for feature in used_features(kernels):
+            feature.build_into(layer)
         if kernels.activation_cast_fusion:
             from gpt_pretrain.megatron.te_layers import CastingMLP
 

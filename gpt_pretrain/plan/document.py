@@ -217,7 +217,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 
 def _kernels(kernels: Kernels) -> dict[str, Any]:
-    named = {name: value.value if isinstance(value, Enum) else value for name, value in asdict(kernels).items()}
+    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
     return {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None}
 
 

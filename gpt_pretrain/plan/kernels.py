@@ -11,6 +11,7 @@ import math
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import passage
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
@@ -86,8 +87,7 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
     if spec.fp8 is not None and spec.fp8.dot_product_attention:
         reached *= EFFICIENCY.fp8_attention
-    if spec.kernels.use_flash_attention:
-        reached *= EFFICIENCY.flash_attention
+    reached *= math.prod(feature.attention_speed for feature in used_features(spec.kernels))
     return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 
 

@@ -16,16 +16,18 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.run.platform import Platform, environment_fields
-from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.run_spec import RunSpec
 
 # Ranks that NVLink connects: one HGX board.
 GPUS_PER_NODE = 8
 # What this project is tested with (pyproject.toml, constraints.txt).
-TRANSFORMER_ENGINE, FLASH_ATTENTION, TORCHAO, TORCH_CUDA = "2.12.0", "4.0.0b36", "0.18.0", "13.0"
+TRANSFORMER_ENGINE, TORCHAO, TORCH_CUDA = "2.12.0", "0.18.0", "13.0"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -117,9 +119,6 @@ class Efficiency:
     """Share of the BF16 peak that fused causal attention reaches, forward and backward together."""
     fp8_attention: float = 1.2
     """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
-    flash_attention: float = 1.10
-    """Speed of FlashAttention-4 over cuDNN, forward and backward together, with heads of 128 and sequences of 8,192;
-    otherwise 1.08 to 1.13 (benchmarks/flash_attention_h200.md)."""
     bandwidth: float = 0.75
     """Share of the memory's bandwidth that elementwise kernels reach."""
     links: float = 0.75
@@ -169,9 +168,10 @@ EFFICIENCY = Efficiency()
 def planned_spec(config: Config) -> RunSpec:
     """The planned run, on a node with Transformer Engine, without apex, and with this machine's environment.
 
-    It has FlashAttention-4, an optional package, only if `model.use_flash_attention=true` asks for it.
+    It has the optional library of a feature only if the configuration asks for the feature.
     """
     launch, gpu = _planned_launch(config), GPUS[config.plan.gpu]
+    asked = [feature.library for feature in FEATURES if feature.library and feature.is_asked(config.model)]
     platform = Platform(
         cuda=True,
         num_gpus=launch.local_world_size,
@@ -180,7 +180,7 @@ def planned_spec(config: Config) -> RunSpec:
         torch_cuda=TORCH_CUDA,
         transformer_engine=TRANSFORMER_ENGINE,
         torchao=TORCHAO,
-        flash_attention=FLASH_ATTENTION if config.model.use_flash_attention else None,
+        libraries={library.name: library.oldest for library in asked},
         **environment_fields(os.environ),
     )
     return build_run_spec(config, launch, platform)

@@ -12,6 +12,7 @@ from functools import partial
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
@@ -19,7 +20,7 @@ from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, QKV, Linear
 from gpt_pretrain.run.recipes import RECIPES
-from gpt_pretrain.run.run_spec import Layout, RunSpec, build_run_spec
+from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
 BACKWARD_SHARE = 2 / 3

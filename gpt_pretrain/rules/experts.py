@@ -10,10 +10,10 @@ from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBal
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.resolve import permutation_obstacles
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
-from gpt_pretrain.run.kernels import permutation_obstacles
 from gpt_pretrain.run.products import Resolved
 from gpt_pretrain.run.recipes import recipes_for
 

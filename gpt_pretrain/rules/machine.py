@@ -11,9 +11,10 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Ba
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
 from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.run.fp8 import Fp8Settings, emulation, local_layers
-from gpt_pretrain.run.kernels import WIDEST, WIDEST_ON_BLACKWELL
 from gpt_pretrain.run.platform import (
     ATTENTION,
     BLACKWELL,
@@ -21,14 +22,13 @@ from gpt_pretrain.run.platform import (
     HOPPER,
     MULTICAST_OFF,
     NO_MULTICAST,
-    OLDEST_FLASH_ATTENTION,
     RECIPE_VARIABLES,
     USER_BUFFERS_WITHOUT,
     Platform,
     read_version,
 )
 from gpt_pretrain.run.recipes import Recipe
-from gpt_pretrain.run.run_spec import RunSpec, build_run_spec
+from gpt_pretrain.run.run_spec import RunSpec
 
 # The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
@@ -145,10 +145,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
     if platform.cuda and platform.transformer_engine is None and unasked:
         why = platform.why_no_transformer_engine
         notes.append(f"This GPU runs megatron-core's local layers, without Transformer Engine: {why}")
-    if platform.flash_attention_problem is not None and model.use_flash_attention is None:
-        mended = replace(platform, flash_attention=OLDEST_FLASH_ATTENTION)
-        if build_run_spec(spec.config, spec.launch, mended).kernels.use_flash_attention:
-            notes.append(f"Attention is Transformer Engine's, not FlashAttention-4: {platform.flash_attention_problem}")
+    notes += _broken_libraries(spec)
     of_torchao = spec.fp8 is not None and spec.fp8.backend is Fp8Backend.torchao
     engine = platform.torchao if of_torchao else platform.transformer_engine
     if model.fp8_emulate and engine is not None and platform.has_fp8:
@@ -159,23 +156,16 @@ def machine_notes(spec: RunSpec) -> list[str]:
     return notes
 
 
-def _why_no_flash_attention(spec: RunSpec) -> str | None:
-    """Why FlashAttention-4 cannot be used; None if it can."""
-    platform = spec.platform
-    capability = platform.compute_capability
-    if capability is None:
-        return "there is no CUDA device"
-    if platform.transformer_engine is None:
-        return "it takes the place of Transformer Engine's attention"
-    if not (9, 0) <= capability < (11, 0):
-        return f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
-    width = kv_channels(spec.model)
-    # flash_attn.cute.interface._validate_head_dims.
-    if capability >= (10, 0) and WIDEST_ON_BLACKWELL < width < WIDEST:
-        return f"on {platform.gpu} it takes heads of up to {WIDEST_ON_BLACKWELL} channels, not of {width}"
-    if platform.flash_attention is None:
-        return platform.flash_attention_problem or f"it is not installed; {how_to_install('flash')}"
-    return None
+def _broken_libraries(spec: RunSpec) -> Iterator[str]:
+    """Libraries that are installed and broken, where null would otherwise turn their features on."""
+    for feature in FEATURES:
+        library, platform = feature.library, spec.platform
+        if library is None or library.name not in platform.library_problems:
+            continue
+        mended = replace(platform, libraries={**platform.libraries, library.name: library.oldest})
+        unasked = value_of(spec.config, f"model.{feature.key}") is None
+        if unasked and feature.is_used(build_run_spec(spec.config, spec.launch, mended).kernels):
+            yield f"{feature.without_library}: {platform.library_problems[library.name]}"
 
 
 def check_machine(spec: RunSpec) -> None:
@@ -236,8 +226,9 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     """Kernels that are not installed or cannot be built."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
-    if model.use_flash_attention and (why := _why_no_flash_attention(spec)) is not None:
-        yield _needs(spec, "use_flash_attention", "FlashAttention-4, which cannot be used here", why)
+    for feature in FEATURES:
+        if feature.is_asked(model) and (lack := feature.lacks(spec, platform)) is not None:
+            yield _needs(spec, feature.key, *lack)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:

@@ -10,15 +10,15 @@ from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, P
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.run.fp8 import Obstacle, local_layers
-from gpt_pretrain.run.kernels import (
+from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.resolve import (
     activation_cast_obstacles,
     embedding_gradient_obstacles,
-    flash_attention_obstacles,
     graph_obstacles,
     qkv_rope_obstacles,
 )
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.products import Resolved
 from gpt_pretrain.run.recipes import recipes_for
 
@@ -35,7 +35,7 @@ _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
 # By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
 # without them it is another model.
 _NOT_COMPILED = {
-    "it compiles megatron-core's local layers": "transformer_engine=null use_flash_attention=null "
+    "it compiles megatron-core's local layers": "transformer_engine=null "
     "apply_rope_fusion=null fused_single_qkv_rope=null activation_cast_fusion=null tp_comm_overlap=false "
     "cuda_graph_impl=null context_parallel_size=1",
     "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
@@ -211,6 +211,10 @@ def compile_problems(run: Resolved) -> Iterator[str]:
             if value and show(value) not in (instead, CudaGraphImpl.none.name):
                 ways = ("model.compile=false", f"model.{setting}") if instead else ("model.compile=false",)
                 yield refusal(asked, f"model.{key}={show(value)}", why, *ways)
+    for feature in FEATURES:
+        if feature.why_not_compiled and feature.is_asked(model):
+            ways = ("model.compile=false", f"model.{feature.key}=null")
+            yield refusal(asked, f"model.{feature.key}=true", feature.why_not_compiled, *ways)
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
@@ -220,7 +224,7 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
         "embedding_gradient_fusion": embedding_gradient_obstacles(run.config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
-        "use_flash_attention": flash_attention_obstacles(model) if sizes_known else (),
+        **{feature.key: feature.obstacles(run, sizes_known=sizes_known) for feature in FEATURES},
     }
     for key, obstacles in found.items():
         if getattr(model, key):

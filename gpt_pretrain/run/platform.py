@@ -1,8 +1,8 @@
-"""What this machine offers to the run: GPU, Transformer Engine, FlashAttention-4, TorchAO, apex, and its environment.
+"""What this machine offers to the run: its GPU, its libraries and its environment.
 
-megatron-core picks its fused kernels by what it can import. `detect_platform` looks the same things up once. A null in
-the configuration ("where available") becomes a value that the header prints; an explicit `true` that the machine cannot
-meet is an error, not a slower run (`rules.machine`). Only the detection imports torch.
+megatron-core picks its fused kernels by what it can import. `features.resolve.detect_platform` looks the same things up
+once. A null in the configuration ("where available") becomes a value that the header prints; an explicit `true` that
+the machine cannot meet is an error, not a slower run (`rules.machine`). Only the detection imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.launch.environment import installed_version
-from gpt_pretrain.launch.signals import ended_at_once
 
 if TYPE_CHECKING:
     import torch
@@ -54,9 +53,6 @@ MULTICAST_OFF = {
 NO_MULTICAST = "NCCL_NVLS_ENABLE"
 USER_BUFFERS_WITHOUT = "UB_SKIPMC"
 
-# The oldest version tested, and the names that `megatron.te_layers` uses.
-OLDEST_FLASH_ATTENTION = "4.0.0b36"
-_FLASH_ATTENTION = "flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"
 # TorchAO's casts and products are not public API: another version may have moved them, or round differently.
 TESTED_TORCHAO = (0, 18)
 _TORCHAO = "torchao.float8.float8_training_tensor", "Float8TrainingTensor", "hp_tensor_and_scale_to_float8"
@@ -67,6 +63,33 @@ APEX_PARTS = {
     "apex_softmax": ("scaled_upper_triang_masked_softmax_cuda",),
     "apex_weight_gradient": ("fused_weight_gradient_mlp_cuda",),
 }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Library:
+    """An optional library that a feature calls."""
+
+    name: str
+    """In `Platform` and in the doctor's document."""
+    title: str
+    """In messages."""
+    distribution: str
+    """On PyPI."""
+    extra: str
+    """The extra of pyproject.toml that installs it."""
+    oldest: str
+    """The oldest version tested."""
+    used: tuple[str, ...]
+    """A module, and the names of it that the feature uses."""
+    loaded_by_core: bool = False
+    """megatron-core imports it, too: where that fails, nothing trains."""
+
+    def find(self) -> tuple[str | None, str | None]:
+        """Its version if it can be used, and why not if it is installed and cannot; imports it."""
+        oldest = read_version(self.oldest)
+        return _version_and_problem(
+            self.distribution, f"{oldest} or newer", lambda version: read_version(version) >= oldest, self.used
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,8 +118,10 @@ class Platform(JsonObject):
     """Those set in the environment that could change what an FP8 recipe computes."""
     multicast_variables: Mapping[str, str] = field(default_factory=dict)
     """Those set in the environment that say whether libraries may use NVLink multicast."""
-    flash_attention: str | None = None
-    flash_attention_problem: str | None = None
+    libraries: Mapping[str, str] = field(default_factory=dict)
+    """Name of each `Library` that can be used → its version."""
+    library_problems: Mapping[str, str] = field(default_factory=dict)
+    """Name of each `Library` that is installed and cannot be used → why."""
     apex_layer_norm: bool = False
     apex_optimizer: bool = False
     """apex's fused Adam and multi-tensor kernels; TE brings its own."""
@@ -167,7 +192,8 @@ def _why_it_does_not_load(module: str, *names: str) -> str | None:
     return None
 
 
-def _transformer_engine() -> tuple[str | None, str | None]:
+def transformer_engine() -> tuple[str | None, str | None]:
+    """Transformer Engine's version if it loads, and why not if it is installed and does not."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None, None
     problem = _why_it_does_not_load("transformer_engine.pytorch")
@@ -193,15 +219,6 @@ def read_version(version: str) -> Version:
     return Version(version)
 
 
-def flash_attention() -> tuple[str | None, str | None]:
-    """FlashAttention-4's version if it can be used, and why not if it is installed and cannot."""
-    # The module has no version, and flash_attn beside it belongs to another distribution.
-    oldest = read_version(OLDEST_FLASH_ATTENTION)
-    return _version_and_problem(
-        "flash-attn-4", f"{oldest} or newer", lambda version: read_version(version) >= oldest, _FLASH_ATTENTION
-    )
-
-
 def torchao() -> tuple[str | None, str | None]:
     """TorchAO's version if it can be used, and why not if it is installed and cannot."""
     needed = ".".join(map(str, TESTED_TORCHAO))
@@ -221,33 +238,3 @@ def compiler_problem() -> str | None:
 def apex_parts() -> dict[str, bool]:
     """Which parts of apex load, by their fields of `Platform`."""
     return {field: all(map(_imports, modules)) for field, modules in APEX_PARTS.items()}
-
-
-def detect_platform() -> Platform:
-    """Looks up what there is; imports Transformer Engine, FlashAttention-4, TorchAO and apex if they are installed."""
-    with ended_at_once():
-        import torch
-
-    variables = environment_fields(os.environ)
-    if not torch.cuda.is_available():
-        return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
-    with ended_at_once():
-        te_version, te_problem = _transformer_engine()
-        flash_version, flash_problem = flash_attention()
-        torchao_version, torchao_problem = torchao()
-        parts: dict[str, Any] = apex_parts()
-    return Platform(
-        cuda=True,
-        num_gpus=torch.cuda.device_count(),
-        device_name=torch.cuda.get_device_name(),
-        compute_capability=torch.cuda.get_device_capability(),
-        torch_cuda=torch.version.cuda,
-        transformer_engine=te_version,
-        transformer_engine_problem=te_problem,
-        torchao=torchao_version,
-        torchao_problem=torchao_problem,
-        flash_attention=flash_version,
-        flash_attention_problem=flash_problem,
-        **variables,
-        **parts,
-    )

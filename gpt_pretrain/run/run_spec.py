@@ -4,18 +4,19 @@
                                   → `build_run_spec`, with the machine → RunSpec → model, optimizer, training, plan
 
 Code that needs a run's FP8, kernels, layout or matrix products takes a `RunSpec`; nothing computes them again.
+`features.resolve` has `build_run_spec`, because kernels follow from features.
 """
 
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.kernels import Kernels, plan_kernels
+from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.products import Resolved, resolve
+from gpt_pretrain.run.products import Resolved
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,19 +71,6 @@ class RunSpec(Resolved):
         # Emulated TE layers keep high-precision weights (`rules.fp8`).
         stores = self.fp8 is not None and (self.fp8.backend is Fp8Backend.torchao or not self.fp8.emulate)
         return self.fp8 if stores and self.model.fp8_params else None
-
-
-def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:
-    """Resolves a configuration that breaks no rule; `rules.machine` checks whether the machine can run it."""
-    resolved = resolve(config)
-    return RunSpec(
-        config=config,
-        fp8=resolved.fp8,
-        launch=launch,
-        platform=platform,
-        kernels=plan_kernels(resolved, platform, launch.world_size),
-        layout=plan_layout(config.model, launch),
-    )
 
 
 def plan_layout(model: ModelConfig, launch: Launch) -> Layout:

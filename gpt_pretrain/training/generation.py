@@ -22,13 +22,13 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.tokenizer import Tokenizer
+from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.megatron.pickles import restricted
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
-from gpt_pretrain.run.run_spec import build_run_spec
 
 # What the last stage sends instead of a token.
 _NOTHING = -1
@@ -236,8 +236,7 @@ def inference_config(saved: SavedModel) -> Config:
             f"model.encoder_seq_length={model.encoder_seq_length}",
             f"trainer.precision={precision}",
             f"model.transformer_engine={transformer_engine}",
-            # Compiling it would take seconds, for a few tokens.
-            "model.use_flash_attention=false",
+            *(f"model.{feature.key}=false" for feature in FEATURES if feature.compiles_first),
             # Graphs have the shape of a microbatch.
             "model.cuda_graph_impl=none",
         ]

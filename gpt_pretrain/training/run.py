@@ -19,6 +19,7 @@ from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
@@ -31,8 +32,6 @@ from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
-from gpt_pretrain.run.platform import detect_platform
-from gpt_pretrain.run.run_spec import build_run_spec
 from gpt_pretrain.training.generation import check_prompt, write_sample
 from gpt_pretrain.training.header import open_console
 from gpt_pretrain.training.setup import Setup, set_up

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import context_parallel_slices, lay_out_ranks, process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
 
 
 def main() -> None:

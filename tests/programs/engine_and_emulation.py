@@ -13,6 +13,7 @@ from megatron.core import parallel_state
 
 from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.fp8.observer import observe_products
@@ -23,8 +24,6 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.platform import detect_platform
-from gpt_pretrain.run.run_spec import build_run_spec
 from gpt_pretrain.training.step import data_iterators, train_step
 
 LENGTH, SAMPLES, MICROBATCHES, STEPS = 128, 2, 2, 2

@@ -4,11 +4,11 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.transformer import TransformerConfig
 
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.te_layers import OneKernelExperts, announce_gradients, use_one_kernel
-from gpt_pretrain.run.platform import detect_platform
 from tests.refusals import compose_quickly
 
 WIDTH, COUNTS = 32, [3, 0, 2]

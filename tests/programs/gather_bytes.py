@@ -18,11 +18,10 @@ def main(*overrides):
     set_environment(config)
     prepare_libraries()
     install_cpu_device()
+    from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.fp8.local_layers import fp8_layers
     from gpt_pretrain.megatron.model import build_model
     from gpt_pretrain.megatron.parallel import process_groups
-    from gpt_pretrain.run.platform import detect_platform
-    from gpt_pretrain.run.run_spec import build_run_spec
 
     platform = detect_platform()
     with process_groups(config.model, launch, platform):

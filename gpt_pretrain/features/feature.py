@@ -1,0 +1,66 @@
+"""What a feature is: the questions that the rest of the application asks of each optional behaviour.
+
+Rules ask for its obstacles, `resolve` for its gain, the plan for its speed, the layer specs to build it in, and the
+doctor what it needs. A feature overrides the methods that concern it; the others answer that it changes nothing.
+"""
+
+from collections.abc import Iterator
+from typing import Any, ClassVar
+
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.run.fp8 import Obstacle
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import Library, Platform
+from gpt_pretrain.run.products import Resolved
+
+type Lack = tuple[str, str]
+"""What a feature needs, and why this machine does not have it, as they follow "needs" and a colon in a message."""
+
+
+class Feature:
+    """An optional behaviour with a key of `model.`: true, false, or null where the machine decides."""
+
+    key: ClassVar[str]
+    """Its name below `model.`."""
+    library: ClassVar[Library | None] = None
+    """The optional library that it calls."""
+    without_library: ClassVar[str] = ""
+    """What runs do where the library is broken, as a sentence that a colon and the reason follow."""
+    why_not_compiled: ClassVar[str] = ""
+    """Why `model.compile` excludes it; empty: it does not."""
+    compiles_first: ClassVar[bool] = False
+    """Its first call compiles for seconds, which does not pay for a few tokens."""
+    attention_speed: ClassVar[float] = 1.0
+    """Speed of attention over cuDNN's, forward and backward together."""
+    doctor_part: ClassVar[tuple[str, str]] = ("", "")
+    """A part of a run in the doctor's table, and when this feature is the first choice for it."""
+
+    def is_asked(self, model: ModelConfig) -> bool:
+        """Whether the configuration says true."""
+        return getattr(model, self.key) is True
+
+    def is_used(self, kernels: Kernels) -> bool:
+        """Whether a run uses it."""
+        return kernels.features[self.key]
+
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
+        yield from ()
+
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
+
+        `kernels` has what was chosen before, features that stand earlier in `registry.FEATURES` included.
+        """
+        return False
+
+    def lacks(self, run: Resolved, platform: Platform) -> Lack | None:
+        """What it needs that this machine does not have; None if nothing."""
+        return None
+
+    def build_into(self, layer: Any) -> None:
+        """Changes megatron-core's spec of a Transformer Engine layer, a `ModuleSpec`."""
+
+    def doctor_choice(self, platform: Platform) -> str | None:
+        """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""
+        return None

@@ -1,0 +1,151 @@
+"""`model.use_flash_attention`: FlashAttention-4 in place of cuDNN in Transformer Engine's attention.
+
+For Llama 3's heads on an H200 its kernels take 94% of the time of cuDNN 9.19's forward and 89% backward
+(benchmarks/flash_attention_h200.md). The package flash-attn-4 is written in CuTe's Python and compiles at its first
+call, which takes seconds per shape of heads (https://github.com/Dao-AILab/flash-attention). `kernels.flash_attention`
+calls it.
+"""
+
+from collections.abc import Iterator
+from typing import Any, override
+
+from gpt_pretrain.config.choices import CudaGraphImpl, PositionEmbedding
+from gpt_pretrain.config.derived import kv_channels, num_query_groups
+from gpt_pretrain.config.errors import how_to_install
+from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.feature import Feature, Lack
+from gpt_pretrain.run.fp8 import Obstacle, local_layers
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import BLACKWELL, HOPPER, Library, Platform
+from gpt_pretrain.run.products import Resolved
+
+_LIBRARY = Library(
+    name="flash_attention",
+    title="FlashAttention-4",
+    distribution="flash-attn-4",
+    extra="flash",
+    oldest="4.0.0b36",
+    # The module has no version, and flash_attn beside it belongs to another distribution.
+    used=("flash_attn.cute.interface", "_flash_attn_fwd", "_flash_attn_bwd"),
+    loaded_by_core=True,
+)
+# Head widths that it takes (`_validate_head_dims` in its interface.py).
+_WIDTH_MULTIPLE, _WIDEST, _WIDEST_ON_BLACKWELL = 8, 256, 128
+# Head widths at which it beat cuDNN on Hopper, with and without rotated queries and keys. Others were not measured.
+_ROTATED_WIDTHS = (128,)
+_STILL_WIDTHS = (64, 128)
+_TAKES_THE_PLACE = "it takes the place of Transformer Engine's attention"
+
+
+class FlashAttention(Feature):
+    """FlashAttention-4."""
+
+    key = "use_flash_attention"
+    library = _LIBRARY
+    without_library = "Attention is Transformer Engine's, not FlashAttention-4"
+    why_not_compiled = "it compiles megatron-core's local layers"
+    compiles_first = True
+    # With heads of 128 and sequences of 8,192; otherwise 1.08 to 1.13.
+    attention_speed = 1.10
+    doctor_part = ("attention", "FlashAttention-4, on Hopper in Transformer Engine's layers")
+
+    @override
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        model = run.model
+        if not sizes_known:
+            return
+        if model.transformer_engine is False:
+            yield "model.transformer_engine=false", _TAKES_THE_PLACE
+        if cause := local_layers(model):
+            yield cause, _TAKES_THE_PLACE
+        if model.fp8_dot_product_attention:
+            yield "model.fp8_dot_product_attention=true", "its products are in BF16"
+        if (cp := model.context_parallel_size) > 1:
+            why = "ranks exchange keys and values in Transformer Engine's attention"
+            yield f"model.context_parallel_size={cp}", why
+        if model.attention_dropout:
+            yield f"model.attention_dropout={model.attention_dropout}", "it has no dropout"
+        if model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+        width = kv_channels(model)
+        if width % _WIDTH_MULTIPLE or width > _WIDEST:
+            yield f"heads of {width} channels", f"it takes multiples of {_WIDTH_MULTIPLE} up to {_WIDEST}"
+
+    @override
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        return (
+            kernels.transformer_engine
+            and platform.is_hopper
+            and _LIBRARY.name in platform.libraries
+            and _is_measured_faster(run.model, rotates=kernels.fused_single_qkv_rope)
+            # Not measured with recomputed attention.
+            and run.model.activations_checkpoint_granularity is None
+        )
+
+    @override
+    def lacks(self, run: Resolved, platform: Platform) -> Lack | None:
+        why = _why_not(kv_channels(run.model), platform)
+        return None if why is None else ("FlashAttention-4, which cannot be used here", why)
+
+    @override
+    def build_into(self, layer: Any) -> None:
+        layer.submodules.self_attention.submodules.core_attention = _attention_class()
+
+    @override
+    def doctor_choice(self, platform: Platform) -> str | None:
+        if platform.transformer_engine is None or not platform.is_hopper or _LIBRARY.name not in platform.libraries:
+            return None
+        rotated, still = (" and ".join(map(str, widths)) for widths in (_ROTATED_WIDTHS, _STILL_WIDTHS))
+        return f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without"
+
+
+def _why_not(width: int, platform: Platform) -> str | None:
+    """Why it cannot be used with heads of this width; None if it can."""
+    capability, name = platform.compute_capability, _LIBRARY.name
+    if capability is None:
+        return "there is no CUDA device"
+    if platform.transformer_engine is None:
+        return _TAKES_THE_PLACE
+    if not HOPPER <= capability < (11, 0):
+        return f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
+    if capability >= BLACKWELL and _WIDEST_ON_BLACKWELL < width < _WIDEST:
+        return f"on {platform.gpu} it takes heads of up to {_WIDEST_ON_BLACKWELL} channels, not of {width}"
+    if name not in platform.libraries:
+        missing = f"it is not installed; {how_to_install(_LIBRARY.extra)}"
+        return platform.library_problems.get(name, missing)
+    return None
+
+
+def _is_measured_faster(model: ModelConfig, *, rotates: bool) -> bool:
+    """Whether it was measured to be faster at this head width, in a layout that needs no copies."""
+    if rotates:
+        return kv_channels(model) in _ROTATED_WIDTHS
+    # Only without rotation and grouped queries are q, k and v parts of one tensor, and their gradients too.
+    parts_of_one = (
+        model.position_embedding_type is not PositionEmbedding.rope
+        and num_query_groups(model) == model.num_attention_heads
+    )
+    return parts_of_one and kv_channels(model) in _STILL_WIDTHS
+
+
+def _attention_class() -> type:
+    """The module in place of megatron-core's `TEDotProductAttention`: built, stored and loaded in the same way."""
+    from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+
+    from gpt_pretrain.kernels import flash_attention
+
+    class Attention(TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no types
+        @override
+        def forward(
+            self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any, **others: Any
+        ) -> Any:
+            assert attn_mask_type is AttnMaskType.causal, "FlashAttention computes causal masks only here"
+            given = {name for name, value in others.items() if value is not None} - {"num_splits"}
+            assert not given, f"neither biases nor sequences of several lengths are computed here: {given}"
+            return flash_attention.causal_attention(query, key, value, self.config.softmax_scale)
+
+    return Attention
+
+
+FLASH_ATTENTION = FlashAttention()

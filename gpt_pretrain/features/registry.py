@@ -1,0 +1,16 @@
+"""All features, in the order in which null is resolved and in which rules report their obstacles."""
+
+from collections.abc import Iterator
+
+from gpt_pretrain.features.feature import Feature
+from gpt_pretrain.features.flash_attention import FLASH_ATTENTION
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import Library
+
+FEATURES: tuple[Feature, ...] = (FLASH_ATTENTION,)
+LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in FEATURES if feature.library is not None)
+
+
+def used_features(kernels: Kernels) -> Iterator[Feature]:
+    """The features that a run uses."""
+    return (feature for feature in FEATURES if feature.is_used(kernels))

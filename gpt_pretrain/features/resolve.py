@@ -1,0 +1,318 @@
+"""A run on a machine: what the machine has, and which kernels and features the run uses there.
+
+Each null of the configuration becomes the fastest choice that is correct on the machine. Settings that exclude an
+optimization are its obstacles: beside one of them null leaves it out, and `rules.model` refuses an explicit true.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from gpt_pretrain.config.choices import (
+    Activation,
+    CrossEntropyFusion,
+    CudaGraphImpl,
+    MoeTokenDispatcher,
+    PositionEmbedding,
+    Precision,
+)
+from gpt_pretrain.config.derived import matmul_parameters_per_layer
+from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.features.registry import FEATURES, LIBRARIES
+from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_at_once
+from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, grouped_kernel, local_layers
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import (
+    Platform,
+    apex_parts,
+    compiler_problem,
+    environment_fields,
+    torchao,
+    transformer_engine,
+)
+from gpt_pretrain.run.products import FC1, FC2, Resolved, resolve
+from gpt_pretrain.run.run_spec import RunSpec, plan_layout
+
+# Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
+# GPT-2 124M by 1.4 at 32 × 1,024 tokens (1.4e12), and not at 64 × 1,024 (2.8e12).
+_MAX_LAYER_FLOPS = 2e12
+
+
+def detect_platform() -> Platform:
+    """Looks up what there is; imports Transformer Engine, TorchAO, apex and `LIBRARIES` if they are installed."""
+    with ended_at_once():
+        import torch
+
+    variables = environment_fields(os.environ)
+    if not torch.cuda.is_available():
+        return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
+    with ended_at_once():
+        te_version, te_problem = transformer_engine()
+        torchao_version, torchao_problem = torchao()
+        found = {library.name: library.find() for library in LIBRARIES}
+        parts: dict[str, Any] = apex_parts()
+    return Platform(
+        cuda=True,
+        num_gpus=torch.cuda.device_count(),
+        device_name=torch.cuda.get_device_name(),
+        compute_capability=torch.cuda.get_device_capability(),
+        torch_cuda=torch.version.cuda,
+        transformer_engine=te_version,
+        transformer_engine_problem=te_problem,
+        torchao=torchao_version,
+        torchao_problem=torchao_problem,
+        libraries={name: version for name, (version, _) in found.items() if version is not None},
+        library_problems={name: problem for name, (_, problem) in found.items() if problem is not None},
+        **variables,
+        **parts,
+    )
+
+
+def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpec:
+    """Resolves a configuration that breaks no rule; `rules.machine` checks whether the machine can run it."""
+    resolved = resolve(config)
+    return RunSpec(
+        config=config,
+        fp8=resolved.fp8,
+        launch=launch,
+        platform=platform,
+        kernels=plan_kernels(resolved, platform, launch.world_size),
+        layout=plan_layout(config.model, launch),
+    )
+
+
+def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
+    """Resolves the `null`s among the kernel keys; explicit values stand. The run breaks no rule."""
+    kernels = _plan_parts(run, platform, world_size)
+    for feature in FEATURES:
+        used: bool | None = getattr(run.model, feature.key)
+        if used is None:
+            # None is tested in replayed layers.
+            allowed = kernels.cuda_graph_impl is None and feature.gains(run, platform, kernels)
+            used = allowed and not any(feature.obstacles(run, sizes_known=True))
+        kernels = replace(kernels, features={**kernels.features, feature.key: used})
+    return kernels
+
+
+def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
+    """The kernels without features."""
+    config, model, settings = run.config, run.model, run.fp8
+    # Emulated FP8, TorchAO's FP8 and compiled layers need local layers, even where TE is installed.
+    in_local_layers = model.compile or (settings is not None and settings.in_local_layers)
+
+    def choose(value: bool | None, otherwise: bool) -> bool:
+        return otherwise if value is None else value
+
+    te = choose(model.transformer_engine, platform.transformer_engine is not None and not in_local_layers)
+    te_experts = te and model.num_moe_experts is not None
+    graphs = _plan_graphs(run, world_size, transformer_engine=te)
+    # A compiled layer has no place for separately fused kernels.
+    fuses = platform.cuda and not model.compile
+    accumulates = choose(model.gradient_accumulation_fusion, fuses)
+    # References keep plain attention, and PyTorch's kernels draw dropout from their own random state.
+    plain = _is_reference(config) or model.attention_dropout > 0
+    fast_local = fuses and not te and not plain
+    rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
+    softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
+    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+    rows = model.vocab_size // model.tensor_model_parallel_size
+    grouped = choose(model.moe_grouped_gemm, te_experts)
+    return Kernels(
+        transformer_engine=te,
+        compile=model.compile,
+        # torch.compile makes this and bias_dropout_add_fusion: worthwhile on a GPU, minutes of C++ without one.
+        # The fused GELU needs a bias and computes the tanh form; SwiGLU has no such limits.
+        bias_activation_fusion=choose(
+            model.bias_activation_fusion,
+            fuses
+            and (model.activation is Activation.swiglu or (model.activation is Activation.gelu_tanh and model.bias)),
+        ),
+        activation_cast_fusion=choose(
+            model.activation_cast_fusion,
+            te
+            and platform.is_hopper
+            and settings is not None
+            and graphs is None
+            and not any(activation_cast_obstacles(run, sizes_known=True)),
+        ),
+        bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, fuses),
+        masked_softmax_fusion=softmax,
+        torch_attention=model.compile or (fast_local and not softmax),
+        apply_rope_fusion=choose(
+            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
+        ),
+        fused_single_qkv_rope=rotates,
+        gradient_accumulation_fusion=accumulates,
+        # Larger microbatches outweigh the table: 16,384 tokens with 51,200 rows gain, 131,072 with 50,304 lose, and
+        # nothing in between was measured (benchmarks/fused_kernels_h200.md).
+        embedding_gradient_fusion=choose(
+            model.embedding_gradient_fusion,
+            platform.cuda
+            and accumulates
+            and graphs is None
+            and 3 * tokens <= rows
+            and not any(embedding_gradient_obstacles(config)),
+        ),
+        cross_entropy_fusion_impl=_plan_loss(config, platform),
+        moe_grouped_gemm=grouped,
+        moe_grouped_kernel=grouped_kernel(model) if grouped else None,
+        moe_permute_fusion=choose(model.moe_permute_fusion, te_experts and not any(permutation_obstacles(model))),
+        cuda_graph_impl=graphs,
+        features={},
+    )
+
+
+def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) -> CudaGraphImpl | None:
+    """What records CUDA graphs of the layers; None: nothing."""
+    model = run.model
+    if model.cuda_graph_impl is not None:
+        return None if model.cuda_graph_impl is CudaGraphImpl.none else model.cuda_graph_impl
+    recipe_gains = run.fp8 is not None and run.fp8.recipe.gains_by_graphs
+    layer_flops = 6 * matmul_parameters_per_layer(model) * model.micro_batch_size * model.encoder_seq_length
+    # The bitwise comparison (tests/test_gpu_graphs.py) covers GPT's layers, all in FP8, on one rank.
+    compared = model.position_embedding_type is PositionEmbedding.learned_absolute and not (
+        model.first_last_layers_bf16 or model.fp8_exclude
+    )
+    small = layer_flops <= _MAX_LAYER_FLOPS
+    gain = transformer_engine and recipe_gains and compared and small and world_size == 1
+    # Requested kernels that are not tested in graphs take precedence over them.
+    asked = model.activation_cast_fusion or model.embedding_gradient_fusion
+    asked = asked or any(feature.is_asked(model) for feature in FEATURES)
+    is_free = not asked and not any(graph_obstacles(run))
+    return CudaGraphImpl.local if gain and is_free else None
+
+
+def _is_reference(config: Config) -> bool:
+    """Whether others are compared with this run, so that it keeps plain kernels."""
+    return config.trainer.deterministic or config.trainer.precision is Precision.fp32
+
+
+def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
+    fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
+    if fused is None:
+        fused = implementation is not None or (platform.cuda and not _is_reference(config))
+    return (implementation or CrossEntropyFusion.linear) if fused else None
+
+
+def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+    """Settings that exclude `model.activation_cast_fusion`; `sizes_known`: the FP8 layers can be looked at."""
+    model, settings = run.model, run.fp8
+    if settings is None:
+        yield "model.fp8=false", "there is no cast to compute an activation with"
+    elif cause := local_layers(model):
+        yield cause, "these layers cast for themselves"
+    elif (why := settings.recipe.why_not("activation_cast_fusion")) is not None:
+        yield f"model.fp8_recipe={settings.recipe.name}", why
+    if model.activation is Activation.gelu:
+        yield "model.activation=gelu", "it computes GELU's tanh form"
+    if model.activation is Activation.swiglu and model.bias:
+        yield "model.bias=true", "it adds a bias only to a GELU"
+    if model.bias_activation_fusion is False:
+        yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "it writes Transformer Engine's tensors"
+    if model.num_moe_experts is not None:
+        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
+    elif settings is not None and sizes_known:
+        yield from _no_layer_to_fuse_in(run, settings)
+    yield from _untested_with_activation_cast(model, settings)
+
+
+def _untested_with_activation_cast(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Obstacle]:
+    if (granularity := model.activations_checkpoint_granularity) is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+    why = settings and settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
+    if model.tp_comm_overlap and why:
+        yield "model.tp_comm_overlap=true", why
+
+
+def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """Settings that leave no layer whose activation lies between two FP8 products."""
+    in_fp8 = {(linear.layer, linear.kind) for linear in run.linears if linear.precision == "fp8"}
+    model = run.model
+    if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
+        return
+    causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
+    causes += ["model.first_last_layers_bf16=true"] if model.first_last_layers_bf16 else []
+    yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
+
+
+def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
+    """Settings that exclude `model.embedding_gradient_fusion`."""
+    model = config.model
+    if model.gradient_accumulation_fusion is False:
+        yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
+    if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
+        yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
+
+
+def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """Settings that exclude `model.fused_single_qkv_rope`."""
+    if model.position_embedding_type is not PositionEmbedding.rope:
+        yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
+    if model.apply_rope_fusion is False:
+        yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
+    if model.qk_layernorm:
+        yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
+    if model.cuda_graph_impl is CudaGraphImpl.local:
+        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+
+
+def permutation_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """Settings that exclude `model.moe_permute_fusion`."""
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "its kernels are Transformer Engine's"
+    ep = model.expert_model_parallel_size
+    if model.moe_token_dispatcher_type is MoeTokenDispatcher.allgather and ep > 1:
+        yield (
+            f"model.moe_token_dispatcher_type=allgather and model.expert_model_parallel_size={ep}",
+            "Transformer Engine 2.12 returns no tokens at all on a rank whose experts got none, and the run would end",
+        )
+
+
+def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:
+    """Settings that exclude CUDA graphs."""
+    model = run.model
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size = getattr(model, name)
+        if size > 1:
+            yield f"model.{name}={size}", "graphs are for models that fit one GPU, and not tested across several"
+    if model.overlap_grad_reduce:
+        yield "model.overlap_grad_reduce=true", "reducing gradients during replays is not tested"
+    yield from _layers_without_graphs(model)
+    yield from _fp8_without_graphs(run)
+
+
+def _layers_without_graphs(model: ModelConfig) -> Iterator[Obstacle]:
+    if model.transformer_engine is False:
+        yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
+    if model.num_moe_experts is not None:
+        why = "a router gives each expert a different number of tokens, and a graph has fixed shapes"
+        yield f"model.num_moe_experts={model.num_moe_experts}", why
+    if (granularity := model.activations_checkpoint_granularity) is not None:
+        yield f"model.activations_checkpoint_granularity={granularity.name}", "a graph keeps what backward needs"
+    for name in ("hidden_dropout", "attention_dropout"):
+        if (probability := getattr(model, name)) > 0:
+            yield f"model.{name}={probability}", "random numbers drawn in replays are not tested"
+
+
+def _fp8_without_graphs(run: Resolved) -> Iterator[Obstacle]:
+    model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
+    if cause := local_layers(model):
+        yield cause, "these layers decide in Python, which a replay would not repeat"
+    if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
+        yield f"model.fp8_recipe={settings.recipe.name}", why
+    if model.fp8_dot_product_attention:
+        why = "attention's own products have delayed scales, which replays do not update"
+        yield "model.fp8_dot_product_attention=true", why
+    if model.fp8_params:
+        why = "a graph reads weights at recorded addresses, and transposes of FP8 weights move"
+        yield "model.fp8_params=true", why
+    if interval is not None:
+        yield f"logging.fp8_statistics_interval={interval}", "a replay reports none of its products"

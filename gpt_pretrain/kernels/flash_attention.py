@@ -1,0 +1,90 @@
+"""Causal attention on megatron-core's layout by the kernels of FlashAttention-4, the package flash-attn-4."""
+
+import os
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+
+def _one_sequence(each: torch.Tensor) -> torch.Tensor:
+    """[s, b, heads, width] → [1, s, b · heads, width]: sequences become heads of one."""
+    return each.reshape(1, each.size(0), -1, each.size(-1))
+
+
+def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether the three alternate head by head in one tensor, as in a projection with as many groups as heads."""
+    width = query.size(-1)
+    return query.stride(2) == 3 * width and all(
+        part.shape == query.shape
+        and part.stride() == query.stride()
+        and part.untyped_storage().data_ptr() == query.untyped_storage().data_ptr()
+        and part.storage_offset() == query.storage_offset() + place * width
+        for place, part in enumerate((query, key, value))
+    )
+
+
+class _CausalAttention(torch.autograd.Function):
+    """The package's kernels; if the inputs are parts of one tensor, so are their gradients.
+
+    Transformer Engine's split of the projection copies other gradients together, and the package's own autograd
+    function makes a tensor for each.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
+        from flash_attn.cute.interface import _flash_attn_fwd
+
+        inputs = (_one_sequence(each) for each in (query, key, value))
+        out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, softmax_scale=scale, causal=True, return_lse=True)
+        ctx.save_for_backward(query, key, value, out, log_sum_exp)
+        ctx.scale = scale
+        # Like Transformer Engine's attention; `trainer.deterministic` sets both.
+        ctx.in_order = (
+            torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
+        )
+        return out.view(*query.shape[:2], -1)  # type: ignore[no-any-return]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        from flash_attn.cute.interface import _flash_attn_bwd
+
+        *inputs, out, log_sum_exp = ctx.saved_tensors
+        if _are_parts_of_one(*inputs):
+            *outer, width = inputs[0].shape
+            gradients = inputs[0].new_empty(*outer, 3 * width).split(width, dim=-1)
+        else:
+            gradients = tuple(each.new_empty(each.shape) for each in inputs)
+        into = dict(zip(("dq", "dk", "dv"), map(_one_sequence, gradients), strict=True))
+        _flash_attn_bwd(
+            *map(_one_sequence, inputs),
+            out,
+            gradient.reshape(out.shape),
+            log_sum_exp,
+            softmax_scale=ctx.scale,
+            causal=True,
+            deterministic=ctx.in_order,
+            **into,
+        )
+        return *gradients, None
+
+
+def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None) -> torch.Tensor:
+    """Causal attention; `scale` multiplies the scores, None: 1/√width.
+
+    Queries are [s, b, heads, width], keys and values [s, b, groups, width], in BF16 or FP16; the result is
+    [s, b, heads · width].
+
+    megatron-core interleaves a batch's sequences, FlashAttention wants one after the other. Here they become batch ·
+    heads heads of one sequence: head i reads keys and values of head i // (heads / groups), those of its own sequence.
+    Contiguous tensors, as `split_and_rotate` leaves them, are not copied, nor are the parts of one projection with as
+    many groups as heads. Gradients that are sums (of queries, and of keys and values that several heads read) are
+    summed in a fixed order if deterministic algorithms are on.
+    """
+    if not _are_parts_of_one(query, key, value):
+        # Queries were rotated out of the projection; values that are a view would keep all of it alive.
+        value = value.contiguous()
+    return _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-any-return, no-untyped-call]
