@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.megatron import te_layers
+from gpt_pretrain.kernels import activation_cast
 from tests.activation_casts import check_that_nan_leaves_amax_and_codes_alone, share_of_codes_that_differ
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, run_model, te_names, train_ours
@@ -37,7 +37,7 @@ def launches(monkeypatch):
         return launch(*arguments)
 
     for name in ("launch_activation", "launch_gradient"):
-        monkeypatch.setattr(te_layers, name, partial(launch_and_count, name, getattr(te_layers, name)))
+        monkeypatch.setattr(activation_cast, name, partial(launch_and_count, name, getattr(activation_cast, name)))
     return counted
 
 

@@ -8,13 +8,13 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.mlp import MLP
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.features.activation_cast import check_arguments, mlp_class
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron import layers
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.megatron.te_layers import CastingMLP, check_arguments
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels
@@ -92,7 +92,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert f" {named}: " in message
     assert message.endswith("use null or false")
     assert broken_rules(*start, *overrides) == []
-    assert not spec_of(load_config([*start, *overrides]), H200).kernels.activation_cast_fusion
+    assert not spec_of(load_config([*start, *overrides]), H200).kernels.features["activation_cast_fusion"]
 
 
 def test_one_layer_with_both_projections_in_fp8_is_enough(broken_rules):
@@ -118,7 +118,7 @@ def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fuse
     with process_groups(config.model, read_launch({}), CPU):
         spec = layers.build_layer_spec(translate_transformer(run), kernels, LocalLayers(apex_layer_norm=False), None)
     mlps = [layer.submodules.mlp for layer in spec.layer_specs]
-    assert [mlp.func.__self__ for mlp in mlps] == [CastingMLP if fused else MLP] * 2
+    assert [mlp.func.__self__ for mlp in mlps] == [mlp_class() if fused else MLP] * 2
     assert all(mlp.func.__func__ is MLP.as_mlp_submodule.__func__ for mlp in mlps)
     assert all(mlp.keywords["submodules"].linear_fc1 is not None for mlp in mlps)
 
@@ -135,7 +135,7 @@ def test_what_only_the_separate_activation_knows_is_refused(given):
 def test_planned_where_it_is_asked_for(model, recipe):
     config = load_config(["data=mock", f"model={model}", f"fp8={recipe}", ASKED])
     check_machine(spec_of(config, H200, launched()))
-    assert spec_of(config, H200).kernels.activation_cast_fusion
+    assert spec_of(config, H200).kernels.features["activation_cast_fusion"]
     blackwell = replace(H200, device_name="NVIDIA B200", compute_capability=(10, 0))
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(config, blackwell, launched()))

@@ -12,6 +12,8 @@ from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Library, Platform
 from gpt_pretrain.run.products import Resolved
+from gpt_pretrain.run.recipes import Recipe
+from gpt_pretrain.run.run_spec import RunSpec
 
 type Lack = tuple[str, str]
 """What a feature needs, and why this machine does not have it, as they follow "needs" and a colon in a message."""
@@ -54,12 +56,19 @@ class Feature:
         """
         return False
 
-    def lacks(self, run: Resolved, platform: Platform) -> Lack | None:
+    def lacks(self, spec: RunSpec) -> Lack | None:
         """What it needs that this machine does not have; None if nothing."""
         return None
 
     def build_into(self, layer: Any) -> None:
         """Changes megatron-core's spec of a Transformer Engine layer, a `ModuleSpec`."""
+
+    def cast_bytes(self, kind: str, recipe: Recipe, of_input: float, of_gradient: float) -> tuple[float, float]:
+        """Bytes per value that casts of a linear layer's input and of its output's gradient read and write.
+
+        It is asked where the whole MLP is in FP8, and given the bytes of separate casts.
+        """
+        return of_input, of_gradient
 
     def doctor_choice(self, platform: Platform) -> str | None:
         """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""

@@ -18,6 +18,7 @@ from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER, Library, Platform
 from gpt_pretrain.run.products import Resolved
+from gpt_pretrain.run.run_spec import RunSpec
 
 _LIBRARY = Library(
     name="flash_attention",
@@ -83,8 +84,8 @@ class FlashAttention(Feature):
         )
 
     @override
-    def lacks(self, run: Resolved, platform: Platform) -> Lack | None:
-        why = _why_not(kv_channels(run.model), platform)
+    def lacks(self, spec: RunSpec) -> Lack | None:
+        why = _why_not(kv_channels(spec.model), spec.platform)
         return None if why is None else ("FlashAttention-4, which cannot be used here", why)
 
     @override

@@ -22,7 +22,7 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.registry import FEATURES, LIBRARIES
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
-from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, grouped_kernel, local_layers
+from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel, local_layers
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import (
     Platform,
@@ -32,7 +32,7 @@ from gpt_pretrain.run.platform import (
     torchao,
     transformer_engine,
 )
-from gpt_pretrain.run.products import FC1, FC2, Resolved, resolve
+from gpt_pretrain.run.products import Resolved, resolve
 from gpt_pretrain.run.run_spec import RunSpec, plan_layout
 
 # Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
@@ -129,14 +129,6 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
             fuses
             and (model.activation is Activation.swiglu or (model.activation is Activation.gelu_tanh and model.bias)),
         ),
-        activation_cast_fusion=choose(
-            model.activation_cast_fusion,
-            te
-            and platform.is_hopper
-            and settings is not None
-            and graphs is None
-            and not any(activation_cast_obstacles(run, sizes_known=True)),
-        ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, fuses),
         masked_softmax_fusion=softmax,
         torch_attention=model.compile or (fast_local and not softmax),
@@ -178,7 +170,7 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and recipe_gains and compared and small and world_size == 1
     # Requested kernels that are not tested in graphs take precedence over them.
-    asked = model.activation_cast_fusion or model.embedding_gradient_fusion
+    asked = bool(model.embedding_gradient_fusion)
     asked = asked or any(feature.is_asked(model) for feature in FEATURES)
     is_free = not asked and not any(graph_obstacles(run))
     return CudaGraphImpl.local if gain and is_free else None
@@ -194,51 +186,6 @@ def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     if fused is None:
         fused = implementation is not None or (platform.cuda and not _is_reference(config))
     return (implementation or CrossEntropyFusion.linear) if fused else None
-
-
-def activation_cast_obstacles(run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-    """Settings that exclude `model.activation_cast_fusion`; `sizes_known`: the FP8 layers can be looked at."""
-    model, settings = run.model, run.fp8
-    if settings is None:
-        yield "model.fp8=false", "there is no cast to compute an activation with"
-    elif cause := local_layers(model):
-        yield cause, "these layers cast for themselves"
-    elif (why := settings.recipe.why_not("activation_cast_fusion")) is not None:
-        yield f"model.fp8_recipe={settings.recipe.name}", why
-    if model.activation is Activation.gelu:
-        yield "model.activation=gelu", "it computes GELU's tanh form"
-    if model.activation is Activation.swiglu and model.bias:
-        yield "model.bias=true", "it adds a bias only to a GELU"
-    if model.bias_activation_fusion is False:
-        yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
-    if model.transformer_engine is False:
-        yield "model.transformer_engine=false", "it writes Transformer Engine's tensors"
-    if model.num_moe_experts is not None:
-        yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
-    elif settings is not None and sizes_known:
-        yield from _no_layer_to_fuse_in(run, settings)
-    yield from _untested_with_activation_cast(model, settings)
-
-
-def _untested_with_activation_cast(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Obstacle]:
-    if (granularity := model.activations_checkpoint_granularity) is not None:
-        yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
-    if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
-    why = settings and settings.recipe.why_not("activation_cast_fusion with tp_comm_overlap")
-    if model.tp_comm_overlap and why:
-        yield "model.tp_comm_overlap=true", why
-
-
-def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
-    """Settings that leave no layer whose activation lies between two FP8 products."""
-    in_fp8 = {(linear.layer, linear.kind) for linear in run.linears if linear.precision == "fp8"}
-    model = run.model
-    if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
-        return
-    causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
-    causes += ["model.first_last_layers_bf16=true"] if model.first_last_layers_bf16 else []
-    yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
 
 
 def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:

@@ -7,7 +7,6 @@ norms does not, and PyTorch's fused attention with `Kernels.torch_attention`.
 
 import re
 from collections.abc import Iterator
-from functools import partial
 from typing import Any, override
 
 import torch
@@ -155,11 +154,6 @@ def build_layer_spec(
         )
         for feature in used_features(kernels):
             feature.build_into(layer)
-        if kernels.activation_cast_fusion:
-            from gpt_pretrain.megatron.te_layers import CastingMLP
-
-            mlp = layer.submodules.mlp
-            layer.submodules.mlp = partial(CastingMLP.as_mlp_submodule, **mlp.keywords)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel
 

@@ -7,10 +7,12 @@ peaks are `machine.EFFICIENCY`.
 """
 
 import math
+from collections.abc import Iterable
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
 from gpt_pretrain.plan.stages import passage
@@ -60,20 +62,16 @@ def gemm_s(gpu: Gpu, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = F
     return max(arithmetic, memory_s(gpu, gemm.linear.count * (read + written), kernels=0)) + EFFICIENCY.kernel_s
 
 
-def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, *, fused: bool) -> float:
+def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, features: Iterable[Feature] = ()) -> float:
     """Casts of the input and of the output's gradient, as rows and as columns: read BF16, write two bytes.
 
     Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
-    one more. A cast in the activation's kernel writes its two bytes in place of the BF16 that `_elementwise_bytes`
-    counts: what remains is to read the activation's inputs, and its gradient, once more for a scale. TorchAO's codes
-    are written in both layouts at once (`kernels.fp8_codes_triton`).
+    one more. TorchAO's codes are written in both layouts at once (`kernels.fp8_codes_triton`).
     """
-    from_itself = recipe.searches_amax
-    of_input = of_gradient = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * from_itself
-    if fused and linear.kind == FC1:
-        of_gradient = 4 * from_itself
-    elif fused and linear.kind == FC2:
-        of_input = 2 * from_itself
+    separate: float = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * recipe.searches_amax
+    of_input, of_gradient = separate, separate
+    for feature in features:
+        of_input, of_gradient = feature.cast_bytes(linear.kind, recipe, of_input, of_gradient)
     inputs, gradients = linear.local_tokens * linear.in_features, linear.tokens * linear.out_features
     return memory_s(gpu, linear.count * (inputs * of_input + gradients * of_gradient), kernels=2)
 
@@ -121,13 +119,13 @@ def layer_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
     in_local_layers = spec.fp8 is not None and spec.fp8.in_local_layers
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
-    fused = spec.kernels.activation_cast_fusion and in_fp8 >= {FC1, FC2}
+    fused = list(used_features(spec.kernels)) if in_fp8 >= {FC1, FC2} else []
     for linear in layer:
         # TorchAO writes weight gradients in BF16, which are added afterwards.
         accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")
         seconds["GEMMs"] += sum(gemm_s(gpu, gemm, recipe, accumulates=accumulates) for gemm in gemms(linear))
         if recipe is not None and linear.precision == "fp8":
-            seconds["FP8 casts"] += _cast_s(gpu, linear, recipe, fused=fused)
+            seconds["FP8 casts"] += _cast_s(gpu, linear, recipe, fused)
         if not accumulates:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += memory_s(gpu, linear.num_weights * 10)
@@ -148,7 +146,7 @@ def recompute_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], *, whole: bool) ->
         forward += memory_s(gpu, _elementwise_bytes(spec.model, layer) / 3)
         if recipe is not None:
             in_fp8 = [linear for linear in layer if linear.precision == "fp8"]
-            forward += sum(_cast_s(gpu, linear, recipe, fused=False) / 2 for linear in in_fp8)
+            forward += sum(_cast_s(gpu, linear, recipe) / 2 for linear in in_fp8)
     return forward
 
 

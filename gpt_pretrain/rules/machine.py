@@ -227,7 +227,7 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     """Kernels that are not installed or cannot be built."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     for feature in FEATURES:
-        if feature.is_asked(model) and (lack := feature.lacks(spec, platform)) is not None:
+        if feature.is_asked(model) and (lack := feature.lacks(spec)) is not None:
             yield _needs(spec, feature.key, *lack)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
@@ -259,9 +259,6 @@ def _hardware_problems(spec: RunSpec) -> Iterator[str]:
                 "model.cross_entropy_fusion_impl=native rounds the gradient of the logits to BF16, and "
                 "trainer.precision=fp32; use null or linear"
             )
-    if model.activation_cast_fusion and platform.cuda and not platform.is_hopper:
-        layout = "Hopper, whose products read the layout it writes"
-        yield _needs(spec, "activation_cast_fusion", layout, f"this is {platform.gpu}")
     stores_fp8 = model.optim.use_precision_aware_optimizer and model.optim.exp_avg_dtype is MomentDtype.fp8
     if stores_fp8 and platform.cuda and not platform.has_fp8:
         # Triton reads and writes E4M3 only there.

@@ -12,7 +12,6 @@ from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import (
-    activation_cast_obstacles,
     embedding_gradient_obstacles,
     graph_obstacles,
     qkv_rope_obstacles,
@@ -36,7 +35,7 @@ _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
 # without them it is another model.
 _NOT_COMPILED = {
     "it compiles megatron-core's local layers": "transformer_engine=null "
-    "apply_rope_fusion=null fused_single_qkv_rope=null activation_cast_fusion=null tp_comm_overlap=false "
+    "apply_rope_fusion=null fused_single_qkv_rope=null tp_comm_overlap=false "
     "cuda_graph_impl=null context_parallel_size=1",
     "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
     "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null "
@@ -221,7 +220,6 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
     model = run.model
     found = {
-        "activation_cast_fusion": activation_cast_obstacles(run, sizes_known=sizes_known),
         "embedding_gradient_fusion": embedding_gradient_obstacles(run.config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
         **{feature.key: feature.obstacles(run, sizes_known=sizes_known) for feature in FEATURES},

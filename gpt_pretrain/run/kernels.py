@@ -17,7 +17,6 @@ class Kernels:
     compile: bool
     """torch.compile takes whole layers and fuses what lies between their products."""
     bias_activation_fusion: bool
-    activation_cast_fusion: bool
     bias_dropout_add_fusion: bool
     masked_softmax_fusion: bool
     torch_attention: bool

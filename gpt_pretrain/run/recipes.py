@@ -129,7 +129,7 @@ class Recipe:
 
 _BLOCK_REFUSALS = {
     **dict.fromkeys(
-        ("fp8_dot_product_attention", "tp_comm_overlap", "activation_cast_fusion"),
+        ("fp8_dot_product_attention", "tp_comm_overlap"),
         "it has one scale for each block of a tensor",
     ),
     "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
@@ -138,9 +138,7 @@ _BLOCK_REFUSALS = {
 _TORCHAO_REFUSALS = {
     "fp8_dot_product_attention": "TorchAO casts linear layers only",
     "num_moe_experts": "experts are not tested with TorchAO",
-    **dict.fromkeys(
-        ("tp_comm_overlap", "activation_cast_fusion"), "it belongs to Transformer Engine's layers, not to TorchAO's"
-    ),
+    "tp_comm_overlap": "it belongs to Transformer Engine's layers, not to TorchAO's",
     "cuda_graph_impl": "tensorwise of Transformer Engine is the only FP8 recipe tested with graphs",
 }
 _ROWWISE: dict[str, Any] = {
@@ -201,7 +199,6 @@ _TE = (
         scales_flag=("use_power_2_scales", "powers of two", "any"),
         refusals={
             "fp8_params with tp_comm_overlap": "FP8 weights with user buffers were tested under delayed scaling only",
-            "activation_cast_fusion with tp_comm_overlap": "tested with user buffers under delayed scaling only",
         },
     ),
     Recipe(

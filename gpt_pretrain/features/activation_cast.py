@@ -1,0 +1,112 @@
+"""`model.activation_cast_fusion`: the activation of an MLP is computed together with its cast to FP8.
+
+`kernels.activation_cast` says how. Layers whose projections are not both in FP8 keep megatron-core's activation.
+"""
+
+from collections.abc import Iterator
+from functools import cache, partial
+from typing import Any, override
+
+from gpt_pretrain.config.choices import Activation, CudaGraphImpl
+from gpt_pretrain.features.feature import Feature, Lack
+from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, local_layers
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.products import FC1, FC2, Resolved
+from gpt_pretrain.run.recipes import Recipe
+from gpt_pretrain.run.run_spec import RunSpec
+
+
+class ActivationCast(Feature):
+    """Fused activation and cast."""
+
+    key = "activation_cast_fusion"
+    why_not_compiled = "it compiles megatron-core's local layers"
+
+    @override
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        model, settings = run.model, run.fp8
+        if settings is None:
+            yield "model.fp8=false", "there is no cast to compute an activation with"
+        elif cause := local_layers(model):
+            yield cause, "these layers cast for themselves"
+        elif settings.recipe.block is not None:
+            yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
+        elif model.tp_comm_overlap and not settings.recipe.keeps_history:
+            yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
+        if model.activation is Activation.gelu:
+            yield "model.activation=gelu", "it computes GELU's tanh form"
+        if model.activation is Activation.swiglu and model.bias:
+            yield "model.bias=true", "it adds a bias only to a GELU"
+        if model.bias_activation_fusion is False:
+            yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
+        if model.transformer_engine is False:
+            yield "model.transformer_engine=false", "it writes Transformer Engine's tensors"
+        if model.num_moe_experts is not None:
+            yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
+        elif settings is not None and sizes_known:
+            yield from _no_layer_to_fuse_in(run, settings)
+        if (granularity := model.activations_checkpoint_granularity) is not None:
+            yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
+        if model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+
+    @override
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        return kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
+
+    @override
+    def lacks(self, spec: RunSpec) -> Lack | None:
+        if not spec.platform.cuda or spec.platform.is_hopper:
+            return None
+        return "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
+
+    @override
+    def build_into(self, layer: Any) -> None:
+        layer.submodules.mlp = partial(mlp_class().as_mlp_submodule, **layer.submodules.mlp.keywords)
+
+    @override
+    def cast_bytes(self, kind: str, recipe: Recipe, of_input: float, of_gradient: float) -> tuple[float, float]:
+        # The kernels write their two bytes in place of the BF16 that the plan counts for an unfused activation. What
+        # remains is to read the activation's inputs, and its gradient, once more for a scale.
+        if kind == FC1:
+            return of_input, 4 * recipe.searches_amax
+        return (2 * recipe.searches_amax if kind == FC2 else of_input), of_gradient
+
+
+def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """Settings that leave no layer whose activation lies between two FP8 products."""
+    in_fp8 = {(linear.layer, linear.kind) for linear in run.linears if linear.precision == "fp8"}
+    model = run.model
+    if any({(layer, FC1), (layer, FC2)} <= in_fp8 for layer in range(model.num_layers)):
+        return
+    causes = [f"model.fp8_exclude={model.fp8_exclude}"] if settings.exclude else []
+    causes += ["model.first_last_layers_bf16=true"] if model.first_last_layers_bf16 else []
+    yield " and ".join(causes), "no layer has both projections of its MLP in FP8"
+
+
+@cache
+def mlp_class() -> Any:
+    """megatron-core's MLP with the fused kernels; it is built, stored and loaded in the same way."""
+    from megatron.core.transformer.mlp import MLP
+
+    from gpt_pretrain.kernels import activation_cast
+
+    class CastingMLP(MLP):  # type: ignore[misc]  # megatron-core has no types
+        @override
+        def forward(self, hidden_states: Any, per_token_scale: Any = None, **kwargs: Any) -> Any:
+            if not activation_cast.multiply_in_fp8(self.linear_fc1, self.linear_fc2):
+                return super().forward(hidden_states, per_token_scale, **kwargs)
+            check_arguments({"per_token_scale": per_token_scale, **kwargs})
+            return activation_cast.pass_through(self, hidden_states)
+
+    return CastingMLP
+
+
+def check_arguments(arguments: dict[str, Any]) -> None:
+    """Asserts that all are None: the fused activation has no scales of tokens and no mask of experts."""
+    given = [name for name, value in arguments.items() if value is not None]
+    assert not given, f"the fused activation does not know {given}"
+
+
+ACTIVATION_CAST = ActivationCast()
