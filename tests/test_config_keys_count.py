@@ -107,7 +107,8 @@ def outcome(config, path, platform):
         return None
     emulated = spec.fp8 if spec.te_fp8 is None else None
     # megatron-core refuses these fusions where Transformer Engine does not import.
-    core = replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False, moe_permute_fusion=False))
+    features = {**spec.kernels.features, "moe_permute_fusion": False}
+    core = replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False, features=features))
     built = [vars(translate(core)) for translate in (translate_transformer, translate_ddp, translate_optimizer)]
     return repr([*built, emulated, spec.kernels, spec.layout])
 

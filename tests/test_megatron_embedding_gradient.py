@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.megatron.fused_layers import AccumulatingEmbedding
+from gpt_pretrain.features.embedding_gradient import embedding_class
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
@@ -32,7 +32,7 @@ def test_rows_of_tokens_grow_and_no_others(tied):
     """A token that occurs twice is added twice, on top of what is there."""
     with emulated_training(ACCUMULATED, ASKED, tied) as training:
         embedding = training.chunks[0].embedding.word_embeddings
-        assert isinstance(embedding, AccumulatingEmbedding)
+        assert isinstance(embedding, embedding_class())
         weight = embedding.weight
         weight.main_grad.fill_(3.0)
         weight.grad_added_to_main_grad = False
@@ -78,7 +78,7 @@ def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named)
 
 def test_needs_gradients_added_in_products():
     asked = load_config(["data=mock", ASKED])
-    assert spec_of(asked, H200).kernels.embedding_gradient_fusion
+    assert spec_of(asked, H200).kernels.features["embedding_gradient_fusion"]
     check_machine(spec_of(asked, H200, launched()))
     check_machine(spec_of(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
     with pytest.raises(ConfigError) as refused:

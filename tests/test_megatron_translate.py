@@ -19,9 +19,10 @@ import gpt_pretrain
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.core_fields import params_dtype
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.recipes import recipes_of
 from tests.platforms import CPU, H200, spec_of
@@ -429,12 +430,7 @@ ELSEWHERE = {
         "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
-    "run/kernels.py": (
-        "model.activation_cast_fusion",
-        "model.compile",
-        "model.embedding_gradient_fusion",
-        "model.use_flash_attention",
-    ),
+    "features": ("model.compile", *(f"model.{feature.key}" for feature in FEATURES if not feature.core_field)),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

@@ -8,9 +8,9 @@ import pytest
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.launch.ranks import rank_zero_of
+from gpt_pretrain.megatron.core_fields import HighPrecision
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
-from gpt_pretrain.run.core_fields import HighPrecision
 from gpt_pretrain.run.recipes import RECIPES
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
@@ -90,7 +90,8 @@ def spec_for(*overrides):
     size = 2 * model_parallel_size(config.model)
     spec = spec_of(config, H200, rank_zero_of(size, local_world_size=size, launcher="torchrun"))
     # megatron-core refuses these fusions where Transformer Engine does not import.
-    return replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False, moe_permute_fusion=False))
+    features = {**spec.kernels.features, "moe_permute_fusion": False}
+    return replace(spec, kernels=replace(spec.kernels, apply_rope_fusion=False, features=features))
 
 
 def built_fields(spec):
@@ -100,7 +101,7 @@ def built_fields(spec):
 
 
 def stated_fields(*overrides):
-    """Key → fields, as `run.core_fields` states it for a run."""
+    """Key → fields, as `megatron.core_fields` states it for a run."""
     stated = defaultdict(set)
     for class_name, fields in fields_by_class(spec_for("data=mock", *overrides)).items():
         for field in fields:

@@ -143,7 +143,7 @@ def _train(config: Config, launch: Launch, after_step: Callable[..., None] | Non
 def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
     from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch, run_bare_loop
     from gpt_pretrain.features.resolve import build_run_spec, detect_platform
-    from gpt_pretrain.run.core_fields import params_dtype
+    from gpt_pretrain.megatron.core_fields import params_dtype
 
     platform = detect_platform()
     profiler = None

@@ -4,7 +4,7 @@ Rules ask for its obstacles, `resolve` for its gain, the plan for its speed, the
 doctor what it needs. A feature overrides the methods that concern it; the others answer that it changes nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
 from gpt_pretrain.config.schema import ModelConfig
@@ -16,7 +16,7 @@ from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec
 
 type Lack = tuple[str, str]
-"""What a feature needs, and why this machine does not have it, as they follow "needs" and a colon in a message."""
+"""What a feature needs, and why this machine does not have it, as a message says it with a colon between them."""
 
 
 class Feature:
@@ -28,6 +28,8 @@ class Feature:
     """The optional library that it calls."""
     without_library: ClassVar[str] = ""
     """What runs do where the library is broken, as a sentence that a colon and the reason follow."""
+    core_field: ClassVar[str] = ""
+    """The field of megatron-core's `TransformerConfig` that says whether it is used."""
     why_not_compiled: ClassVar[str] = ""
     """Why `model.compile` excludes it; empty: it does not."""
     compiles_first: ClassVar[bool] = False
@@ -60,6 +62,9 @@ class Feature:
         """What it needs that this machine does not have; None if nothing."""
         return None
 
+    def build_into_model(self, chunks: Sequence[Any]) -> None:
+        """Changes this rank's model chunks once they are built, before data parallelism wraps them."""
+
     def build_into(self, layer: Any) -> None:
         """Changes megatron-core's spec of a Transformer Engine layer, a `ModuleSpec`."""
 
@@ -69,6 +74,13 @@ class Feature:
         It is asked where the whole MLP is in FP8, and given the bytes of separate casts.
         """
         return of_input, of_gradient
+
+    def permutation_passes(self, choices: int, separate: float) -> float:
+        """How often a row's values are read or written to get to a token's `choices` of experts and back.
+
+        Forward and backward together; `separate`: where each choice is gathered and added up by itself.
+        """
+        return separate
 
     def doctor_choice(self, platform: Platform) -> str | None:
         """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""

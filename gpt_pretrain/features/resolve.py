@@ -13,7 +13,6 @@ from gpt_pretrain.config.choices import (
     Activation,
     CrossEntropyFusion,
     CudaGraphImpl,
-    MoeTokenDispatcher,
     PositionEmbedding,
     Precision,
 )
@@ -106,7 +105,6 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         return otherwise if value is None else value
 
     te = choose(model.transformer_engine, platform.transformer_engine is not None and not in_local_layers)
-    te_experts = te and model.num_moe_experts is not None
     graphs = _plan_graphs(run, world_size, transformer_engine=te)
     # A compiled layer has no place for separately fused kernels.
     fuses = platform.cuda and not model.compile
@@ -116,9 +114,7 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     fast_local = fuses and not te and not plain
     rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
     softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
-    tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
-    rows = model.vocab_size // model.tensor_model_parallel_size
-    grouped = choose(model.moe_grouped_gemm, te_experts)
+    grouped = choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None)
     return Kernels(
         transformer_engine=te,
         compile=model.compile,
@@ -137,20 +133,9 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         ),
         fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
-        # Larger microbatches outweigh the table: 16,384 tokens with 51,200 rows gain, 131,072 with 50,304 lose, and
-        # nothing in between was measured (benchmarks/fused_kernels_h200.md).
-        embedding_gradient_fusion=choose(
-            model.embedding_gradient_fusion,
-            platform.cuda
-            and accumulates
-            and graphs is None
-            and 3 * tokens <= rows
-            and not any(embedding_gradient_obstacles(config)),
-        ),
         cross_entropy_fusion_impl=_plan_loss(config, platform),
         moe_grouped_gemm=grouped,
         moe_grouped_kernel=grouped_kernel(model) if grouped else None,
-        moe_permute_fusion=choose(model.moe_permute_fusion, te_experts and not any(permutation_obstacles(model))),
         cuda_graph_impl=graphs,
         features={},
     )
@@ -170,8 +155,7 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and recipe_gains and compared and small and world_size == 1
     # Requested kernels that are not tested in graphs take precedence over them.
-    asked = bool(model.embedding_gradient_fusion)
-    asked = asked or any(feature.is_asked(model) for feature in FEATURES)
+    asked = any(feature.is_asked(model) for feature in FEATURES)
     is_free = not asked and not any(graph_obstacles(run))
     return CudaGraphImpl.local if gain and is_free else None
 
@@ -188,17 +172,6 @@ def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     return (implementation or CrossEntropyFusion.linear) if fused else None
 
 
-def embedding_gradient_obstacles(config: Config) -> Iterator[Obstacle]:
-    """Settings that exclude `model.embedding_gradient_fusion`."""
-    model = config.model
-    if model.gradient_accumulation_fusion is False:
-        yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
-    if not model.grad_reduce_in_fp32 and config.trainer.precision is not Precision.fp32:
-        yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
-    if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
-
-
 def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
     """Settings that exclude `model.fused_single_qkv_rope`."""
     if model.position_embedding_type is not PositionEmbedding.rope:
@@ -209,18 +182,6 @@ def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
         yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
     if model.cuda_graph_impl is CudaGraphImpl.local:
         yield "model.cuda_graph_impl=local", "not tested in replayed layers"
-
-
-def permutation_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
-    """Settings that exclude `model.moe_permute_fusion`."""
-    if model.transformer_engine is False:
-        yield "model.transformer_engine=false", "its kernels are Transformer Engine's"
-    ep = model.expert_model_parallel_size
-    if model.moe_token_dispatcher_type is MoeTokenDispatcher.allgather and ep > 1:
-        yield (
-            f"model.moe_token_dispatcher_type=allgather and model.expert_model_parallel_size={ep}",
-            "Transformer Engine 2.12 returns no tokens at all on a rank whose experts got none, and the run would end",
-        )
 
 
 def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:

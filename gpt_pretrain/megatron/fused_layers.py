@@ -5,10 +5,6 @@ out of their projection and rotates them; another joins their gradients. megatro
 into a tensor of their own, and rotates queries and keys one after the other; attention may copy keys or values again.
 Backward, it rotates each gradient back and concatenates them. An element is read and written up to three times each
 way.
-
-**`AccumulatingEmbedding`** (`model.embedding_gradient_fusion`): gradients of looked-up embeddings are added in fp32 to
-their rows of the main gradient. Otherwise each microbatch writes the gradient of the whole table in BF16, mostly zeros,
-reads it again and adds it to the main gradient: 12 bytes per weight of the table, 2.8 ms for Llama 3's on an H200.
 """
 
 from collections.abc import Sequence
@@ -16,11 +12,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
-from megatron.core.tensor_parallel.mappings import (
-    reduce_from_tensor_model_parallel_region,
-    reduce_scatter_to_sequence_parallel_region,
-)
 
 from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient
 from gpt_pretrain.megatron.patches import ROTATION, SPLIT, WEIGHT_GRADIENTS, patch
@@ -75,69 +66,6 @@ class _SplitAndRotate(torch.autograd.Function):
         mixed = parts[0].new_empty(ctx.shape)
         launch_qkv_rope(mixed, parts, angles, joins=True)
         return mixed, None, None
-
-
-class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]
-    """megatron-core's embedding, whose backward pass adds to the main gradient."""
-
-    is_tied: bool
-    """The LM head of the same chunk shares the weight, and reports its gradient to data parallelism."""
-
-    def forward(self, input_: torch.Tensor) -> torch.Tensor:
-        """Tokens [b, s] to embeddings [b, s, h], or [s / TP, b, h] if they are scattered."""
-        if not torch.is_grad_enabled():
-            return super().forward(input_)  # type: ignore[no-any-return]
-        rows = input_ - self.vocab_start_index
-        shared = self.tp_group.size() > 1
-        if shared:
-            elsewhere = (rows < 0) | (rows >= self.num_embeddings_per_partition)
-            rows = rows.masked_fill(elsewhere, -1)
-        embeddings: torch.Tensor = _Lookup.apply(rows, self.weight, self.is_tied, shared)  # type: ignore[no-untyped-call]
-        if shared:
-            embeddings = embeddings.masked_fill(elsewhere[..., None], 0.0)
-        if self.reduce_scatter_embeddings:
-            scattered = embeddings.transpose(0, 1).contiguous()
-            return reduce_scatter_to_sequence_parallel_region(scattered, group=self.tp_group)  # type: ignore[no-any-return]
-        return reduce_from_tensor_model_parallel_region(embeddings, group=self.tp_group)  # type: ignore[no-any-return]
-
-
-class _Lookup(torch.autograd.Function):
-    """Looks up rows of a weight (for -1 the first one, on several ranks); gradients go to its main gradient."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: Any, is_tied: bool, is_shared: bool) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight, ctx.is_tied = weight, is_tied
-        return torch.nn.functional.embedding(rows.clamp(min=0) if is_shared else rows, weight)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor | None, None, None]:
-        (given,), (rows,), weight = gradients, ctx.saved_tensors, ctx.weight
-        tokens, token_gradients = rows.flatten(), given.flatten(0, 1)
-        if token_gradients.is_cuda:
-            from gpt_pretrain.kernels.layers_triton import add_rows
-
-            add_rows(weight.main_grad, tokens, token_gradients.contiguous())
-        else:
-            # The gradients of other ranks' rows are zeros.
-            weight.main_grad.index_add_(0, tokens.clamp(min=0), token_gradients.float())
-        weight.grad_added_to_main_grad = True
-        # Data parallelism waits for a gradient of each weight, but does not read this one.
-        return None, None if ctx.is_tied else torch.empty_like(weight), None, None
-
-
-def install_embeddings(chunks: Sequence[Any]) -> None:
-    """Turns the chunks' token embedding into an `AccumulatingEmbedding`; main gradients must be fp32."""
-    for chunk in chunks:
-        if not chunk.pre_process:
-            continue
-        embedding = chunk.embedding.word_embeddings
-        assert type(embedding) is VocabParallelEmbedding, "AccumulatingEmbedding was written for this very class"
-        embedding.__class__ = AccumulatingEmbedding
-        embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
-        if embedding.is_tied:
-            # What the head returns beside its main gradient must not be added to that.
-            embedding.weight.zero_out_wgrad = False
 
 
 def install_rotation() -> None:

@@ -1,6 +1,6 @@
 """The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism.
 
-`translate_*` make a run's megatron-core configs: the fields of `run.core_fields` in torch's and megatron-core's types.
+`translate_*` make a run's megatron-core configs: the fields of `core_fields` in torch's and megatron-core's types.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,18 +21,8 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
 from gpt_pretrain.config.derived import padded_vocab_size
-from gpt_pretrain.megatron.fused_layers import (
-    install_embeddings,
-    install_rotation,
-    install_split,
-    install_weight_gradients,
-)
-from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
-from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
-from gpt_pretrain.megatron.parallel import sum_over
-from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
-from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
-from gpt_pretrain.run.core_fields import (
+from gpt_pretrain.features.registry import used_features
+from gpt_pretrain.megatron.core_fields import (
     ActivationFunction,
     Dtype,
     Field,
@@ -42,6 +32,16 @@ from gpt_pretrain.run.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
+from gpt_pretrain.megatron.fused_layers import (
+    install_rotation,
+    install_split,
+    install_weight_gradients,
+)
+from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
+from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
+from gpt_pretrain.megatron.parallel import sum_over
+from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
+from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.run.run_spec import RunSpec
 
 _ACTIVATIONS = {
@@ -202,8 +202,8 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     if linear:
         install_loss_heads(gpt_chunks)
-    if kernels.embedding_gradient_fusion:
-        install_embeddings(gpt_chunks)
+    for feature in used_features(kernels):
+        feature.build_into_model(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]

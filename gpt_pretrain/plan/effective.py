@@ -1,7 +1,7 @@
 """Requested → effective: the fields of megatron-core that each key sets, and the precision of each matrix product.
 
-Fields and values are those that training hands to megatron-core (`run.core_fields`), and why a key changes nothing is
-what the rules say (`rules.no_effect`).
+Fields and values are those that training hands to megatron-core (`megatron.core_fields`), and why a key changes nothing
+is what the rules say (`rules.no_effect`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,8 +13,7 @@ from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of, show
 from gpt_pretrain.config.keys import value_of
-from gpt_pretrain.rules.no_effect import why_no_effect
-from gpt_pretrain.run.core_fields import (
+from gpt_pretrain.megatron.core_fields import (
     Field,
     HighPrecision,
     ddp_fields,
@@ -22,6 +21,7 @@ from gpt_pretrain.run.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
+from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
 from gpt_pretrain.run.recipes import DELAYED_KEYS

@@ -109,7 +109,7 @@ def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = passage(model, layer).passes(fused=spec.kernels.moe_permute_fusion)
+    passes = passage(model, layer).passes(used_features(spec.kernels))
     return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 

@@ -96,7 +96,7 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
-    # With experts, gradients are averaged in a pass of their own (`run.core_fields.ddp_fields`).
+    # With experts, gradients are averaged in a pass of their own (`megatron.core_fields.ddp_fields`).
     averaged = stage.num_parameters if model.num_moe_experts is not None and layout.shards > 1 else 0
     exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
     return exposed + (memory_s(gpu, 2 * gradient * averaged) if averaged else 0.0)

@@ -13,7 +13,7 @@ assumed to cost the same. Their loads are fitted (`forecast.CALIBRATED_ON`).
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
@@ -25,6 +25,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import BLACKWELL, Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
@@ -192,14 +193,15 @@ class Passage:
     padded: bool
     """Each expert's rows are copied once more, between zeros: FP8 without padded routing."""
 
-    def passes(self, *, fused: bool) -> float:
+    def passes(self, features: Iterable[Feature]) -> float:
         """How often a row's values are read or written, forward and backward, summed over the rows sent and received.
 
         Rows are gathered (read, written), and added up (read, and their sum read and written); each is the other's
-        gradient. Sorting and padding read and write, there and back, forward and backward. If `fused`, one kernel
-        gathers all rows of a token and reads it once, and another adds them up and writes the sum once.
+        gradient. Sorting and padding read and write, there and back, forward and backward.
         """
-        per_row = 4 + 4 / self.choices if fused else 10
+        per_row = 10.0
+        for feature in features:
+            per_row = feature.permutation_passes(self.choices, per_row)
         return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
 
 

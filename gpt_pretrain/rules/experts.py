@@ -10,7 +10,6 @@ from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBal
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.resolve import permutation_obstacles
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
@@ -64,9 +63,6 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
     if model.moe_grouped_kernel is MoeGroupedKernel.triton:
         obstacles = grouped_kernel_obstacles(model)
         yield from refusals("model.moe_grouped_kernel=triton", obstacles, "null or transformer_engine")
-    if model.moe_permute_fusion:
-        asked, off = "model.moe_permute_fusion=true", "model.moe_permute_fusion=null"
-        yield from refusals(asked, permutation_obstacles(model), off)
     if model.moe_grouped_gemm and model.transformer_engine is False:
         why, off = "it needs Transformer Engine's layers", "model.moe_grouped_gemm=null"
         yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, off)
@@ -141,7 +137,7 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         if model.moe_grouped_kernel is MoeGroupedKernel.triton:
             off = "null or transformer_engine"
             yield refusal("model.moe_grouped_kernel=triton", "model.fp8_emulate=true", why, off, on)
-        for key in ("moe_grouped_gemm", "moe_permute_fusion", "moe_router_padding_for_quantization"):
+        for key in ("moe_grouped_gemm", "moe_router_padding_for_quantization"):
             if getattr(model, key):
                 yield refusal(f"model.{key}=true", "model.fp8_emulate=true", why, "false", on)
     elif model.moe_grouped_gemm is False:

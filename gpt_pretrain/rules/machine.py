@@ -28,7 +28,7 @@ from gpt_pretrain.run.platform import (
     read_version,
 )
 from gpt_pretrain.run.recipes import Recipe
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # The oldest version that this project was checked and tested against.
 _OLDEST_TRANSFORMER_ENGINE = (2, 12)
@@ -190,24 +190,16 @@ def machine_problems(spec: RunSpec) -> list[str]:
     ]
 
 
-def _why_local_layers(spec: RunSpec) -> str:
-    """Why a run without Transformer Engine layers has none."""
-    if spec.platform.transformer_engine is None:
-        return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
-    setting = "model.compile=true" if spec.model.compile else "model.transformer_engine=false"
-    return f"{local_layers(spec.model) or setting} excludes them"
-
-
 def _layer_problems(spec: RunSpec) -> Iterator[str]:
     """Settings that need Transformer Engine's layers without having them, and what those layers cannot do."""
     model, platform, te = spec.model, spec.platform, spec.kernels.transformer_engine
-    missing, layers, local = platform.transformer_engine is None, "Transformer Engine layers", _why_local_layers(spec)
+    missing, layers, local = platform.transformer_engine is None, "Transformer Engine layers", why_local_layers(spec)
     if model.transformer_engine and missing:
         ways = "null (Transformer Engine where available) or false"
         yield _needs(spec, "transformer_engine", "Transformer Engine", platform.why_no_transformer_engine, ways)
     elif model.context_parallel_size > 1 and not te:
         yield _needs(spec, "context_parallel_size", "Transformer Engine's attention", local, "1")
-    for key in ("apply_rope_fusion", "moe_grouped_gemm", "moe_permute_fusion"):
+    for key in ("apply_rope_fusion", "moe_grouped_gemm"):
         if getattr(model, key) and not te:
             yield _needs(spec, key, layers, local)
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
@@ -234,11 +226,6 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
         if kernels.transformer_engine:
             why = "Transformer Engine layers have their own attention"
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
-    if kernels.embedding_gradient_fusion and not kernels.gradient_accumulation_fusion:
-        yield (
-            "model.embedding_gradient_fusion=true needs model.gradient_accumulation_fusion=true, which null leaves out "
-            "here; set model.gradient_accumulation_fusion=true, or use null or false"
-        )
     if model.compile and platform.compiler_problem is not None:
         yield _needs(
             spec, "compile", "a C++ compiler on a CPU", platform.compiler_problem, "model.compile=false, or install g++"

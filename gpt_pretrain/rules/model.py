@@ -12,7 +12,6 @@ from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import (
-    embedding_gradient_obstacles,
     graph_obstacles,
     qkv_rope_obstacles,
 )
@@ -38,8 +37,7 @@ _NOT_COMPILED = {
     "apply_rope_fusion=null fused_single_qkv_rope=null tp_comm_overlap=false "
     "cuda_graph_impl=null context_parallel_size=1",
     "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
-    "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null "
-    "embedding_gradient_fusion=null",
+    "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null",
     "hooks that wait for parameters would break the graph of a layer": "overlap_param_gather=false",
     # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
     # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
@@ -220,7 +218,6 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
     model = run.model
     found = {
-        "embedding_gradient_fusion": embedding_gradient_obstacles(run.config),
         "fused_single_qkv_rope": qkv_rope_obstacles(model),
         **{feature.key: feature.obstacles(run, sizes_known=sizes_known) for feature in FEATURES},
     }

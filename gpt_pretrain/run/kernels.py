@@ -24,13 +24,11 @@ class Kernels:
     apply_rope_fusion: bool
     fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
-    embedding_gradient_fusion: bool
     cross_entropy_fusion_impl: CrossEntropyFusion | None
     """None: megatron-core's unfused loss."""
     moe_grouped_gemm: bool
     moe_grouped_kernel: MoeGroupedKernel | None
     """None: no grouped products."""
-    moe_permute_fusion: bool
     cuda_graph_impl: CudaGraphImpl | None
     """None: no CUDA graphs."""
     features: Mapping[str, bool]

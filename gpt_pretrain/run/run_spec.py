@@ -13,7 +13,7 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, num_microbatches
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.run.fp8 import Fp8Settings
+from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import Resolved
@@ -87,3 +87,11 @@ def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
         num_microbatches=num_microbatches(model, world_size),
         gpus_per_node=launch.local_world_size,
     )
+
+
+def why_local_layers(spec: RunSpec) -> str:
+    """Why a run without Transformer Engine layers has none."""
+    if spec.platform.transformer_engine is None:
+        return f"{spec.platform.why_no_transformer_engine} (python -m gpt_pretrain.doctor tells what this machine has)"
+    setting = "model.compile=true" if spec.model.compile else "model.transformer_engine=false"
+    return f"{local_layers(spec.model) or setting} excludes them"

@@ -18,10 +18,10 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
-from gpt_pretrain.run.core_fields import params_dtype
 from gpt_pretrain.run.kernels import describe_kernels
 from gpt_pretrain.run.products import describe_kept_out
 from gpt_pretrain.run.run_spec import RunSpec

@@ -23,6 +23,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     uses_distributed_optimizer,
 )
+from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -123,7 +124,7 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("moe_router_score_function", "softmax")
     # BF16 scores tie, and every layout breaks ties differently.
     yield Field("moe_router_dtype", "fp32")
-    yield from _named(spec.kernels, "model", "moe_grouped_gemm", "moe_permute_fusion")
+    yield from _named(spec.kernels, "model", "moe_grouped_gemm")
 
 
 def _layout_fields(spec: RunSpec) -> Iterator[Field]:
@@ -187,6 +188,9 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("cuda_graph_modules", [])
     layers = "transformer_engine" if kernels.transformer_engine else "local"
     yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
+    for feature in FEATURES:
+        if feature.core_field:
+            yield Field(feature.core_field, feature.is_used(kernels), (f"model.{feature.key}",))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "fused_single_qkv_rope", "gradient_accumulation_fusion")

@@ -1,0 +1,92 @@
+"""`model.embedding_gradient_fusion`: gradients of looked-up embeddings go to their rows of the main gradient, in fp32.
+
+Otherwise each microbatch writes the gradient of the whole table in BF16, mostly zeros, reads it again and adds it to
+the main gradient: 12 bytes per weight of the table, 2.8 ms for Llama 3's on an H200. `kernels.embedding` adds the rows.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import cache
+from typing import Any, override
+
+from gpt_pretrain.config.choices import CudaGraphImpl, Precision
+from gpt_pretrain.features.feature import Feature, Lack
+from gpt_pretrain.run.fp8 import Obstacle
+from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.platform import Platform
+from gpt_pretrain.run.products import Resolved
+from gpt_pretrain.run.run_spec import RunSpec
+
+
+class EmbeddingGradient(Feature):
+    """Gradients added to the rows of an embedding."""
+
+    key = "embedding_gradient_fusion"
+    why_not_compiled = "a layer is one graph, and this part is compiled or computed by itself"
+
+    @override
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        model = run.model
+        if model.gradient_accumulation_fusion is False:
+            yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
+        if not model.grad_reduce_in_fp32 and run.config.trainer.precision is not Precision.fp32:
+            yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
+        if model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
+
+    @override
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        model = run.model
+        tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
+        rows = model.vocab_size // model.tensor_model_parallel_size
+        # Larger microbatches outweigh the table: 16,384 tokens with 51,200 rows gain, 131,072 with 50,304 lose, and
+        # nothing in between was measured (benchmarks/fused_kernels_h200.md).
+        return platform.cuda and kernels.gradient_accumulation_fusion and 3 * tokens <= rows
+
+    @override
+    def lacks(self, spec: RunSpec) -> Lack | None:
+        if spec.kernels.gradient_accumulation_fusion:
+            return None
+        return "model.gradient_accumulation_fusion=true", "null leaves that out here"
+
+    @override
+    def build_into_model(self, chunks: Sequence[Any]) -> None:
+        for chunk in chunks:
+            if chunk.pre_process:
+                embedding: Any = chunk.embedding.word_embeddings
+                accumulating = embedding_class()
+                assert type(embedding) is accumulating.__base__, "it was written for this very class"
+                embedding.__class__ = accumulating
+                embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
+                if embedding.is_tied:
+                    # What the head returns beside its main gradient must not be added to that.
+                    embedding.weight.zero_out_wgrad = False
+
+
+@cache
+def embedding_class() -> Any:
+    """megatron-core's embedding, whose backward pass adds to the main gradient, which must be fp32."""
+    from megatron.core.tensor_parallel import mappings
+    from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+    from torch import is_grad_enabled
+
+    from gpt_pretrain.kernels.embedding import look_up
+
+    class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]  # megatron-core has no types
+        is_tied: bool
+        """The LM head of the same chunk shares the weight, and reports its gradient to data parallelism."""
+
+        @override
+        def forward(self, input_: Any) -> Any:
+            if not is_grad_enabled():
+                return super().forward(input_)
+            shared = self.tp_group.size() > 1
+            embeddings = look_up(input_ - self.vocab_start_index, self.weight, is_tied=self.is_tied, is_shared=shared)
+            if self.reduce_scatter_embeddings:
+                scattered = embeddings.transpose(0, 1).contiguous()
+                return mappings.reduce_scatter_to_sequence_parallel_region(scattered, group=self.tp_group)
+            return mappings.reduce_from_tensor_model_parallel_region(embeddings, group=self.tp_group)
+
+    return AccumulatingEmbedding
+
+
+EMBEDDING_GRADIENT = EmbeddingGradient()
