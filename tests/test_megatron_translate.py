@@ -534,9 +534,9 @@ def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> 
         for file in ([path] if path.is_file() else path.glob("*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
     ]
-    attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
-    tables = {node.value for node in nodes if isinstance(node, ast.Constant)}
-    assert [key for key in keys if key.rpartition(".")[2] not in attributes and key not in tables] == []
+    named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    named |= {node.value for node in nodes if isinstance(node, ast.Constant)}
+    assert [key for key in keys if not named & {key, key.rpartition(".")[2]}] == []
 
 
 def test_translation_is_pure() -> None:

@@ -25,15 +25,16 @@ from gpt_pretrain.config.keys import (
     schema_sections,
     unknown_key,
 )
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
 # Keys that configurations of earlier versions lack, with the values that keep their models; null leaves kernels and the
-# like to this version. Every new key belongs here: without its value, `export` and `generate` refuse all checkpoints
-# that were saved before.
+# like to this version, as it does for all keys of `model.` that take true, false or null. Every other new key belongs
+# here: without its value, `export` and `generate` refuse all checkpoints that were saved before.
 _LATER_KEYS = {
     "model": {
+        **{field.name: None for field in fields(ModelConfig) if field.type == bool | None},
         "rope_scaling_factor": None,
         "qk_layernorm": False,
         "num_moe_experts": None,
@@ -44,9 +45,7 @@ _LATER_KEYS = {
         "moe_z_loss_coeff": None,
         "moe_token_dispatcher_type": "alltoall",
         "moe_router_padding_for_quantization": False,
-        "moe_grouped_gemm": None,
         "moe_grouped_kernel": None,
-        "moe_permute_fusion": None,
         "overlap_moe_expert_parallel_comm": False,
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": None,
@@ -54,10 +53,6 @@ _LATER_KEYS = {
         "tp_comm_overlap": False,
         "nccl_ub": False,
         "fp8_backend": None,
-        "activation_cast_fusion": None,
-        "use_flash_attention": None,
-        "fused_single_qkv_rope": None,
-        "embedding_gradient_fusion": None,
         "cross_entropy_fusion_impl": None,
         "cuda_graph_impl": None,
         "compile": False,

@@ -7,24 +7,20 @@ from collections.abc import Iterator
 from functools import cache, partial
 from typing import Any, override
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl
-from gpt_pretrain.features.feature import Feature, Lack
-from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, local_layers
-from gpt_pretrain.run.kernels import Kernels
-from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.products import FC1, FC2, Resolved
-from gpt_pretrain.run.recipes import Recipe
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.config.choices import Activation
+from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
+from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
+from gpt_pretrain.run.products import FC1, FC2
 
 
 class ActivationCast(Feature):
     """Fused activation and cast."""
 
     key = "activation_cast_fusion"
-    why_not_compiled = "it compiles megatron-core's local layers"
+    changes_te_layers = True
 
     @override
-    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model, settings = run.model, run.fp8
         if settings is None:
             yield "model.fp8=false", "there is no cast to compute an activation with"
@@ -40,16 +36,12 @@ class ActivationCast(Feature):
             yield "model.bias=true", "it adds a bias only to a GELU"
         if model.bias_activation_fusion is False:
             yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
-        if model.transformer_engine is False:
-            yield "model.transformer_engine=false", "it writes Transformer Engine's tensors"
         if model.num_moe_experts is not None:
             yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
         elif settings is not None and sizes_known:
             yield from _no_layer_to_fuse_in(run, settings)
         if (granularity := model.activations_checkpoint_granularity) is not None:
             yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
-        if model.cuda_graph_impl is CudaGraphImpl.local:
-            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:

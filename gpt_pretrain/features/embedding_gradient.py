@@ -8,30 +8,22 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, override
 
-from gpt_pretrain.config.choices import CudaGraphImpl, Precision
-from gpt_pretrain.features.feature import Feature, Lack
-from gpt_pretrain.run.fp8 import Obstacle
-from gpt_pretrain.run.kernels import Kernels
-from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.config.choices import Precision
+from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
 class EmbeddingGradient(Feature):
     """Gradients added to the rows of an embedding."""
 
     key = "embedding_gradient_fusion"
-    why_not_compiled = "a layer is one graph, and this part is compiled or computed by itself"
 
     @override
-    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model = run.model
         if model.gradient_accumulation_fusion is False:
             yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
         if not model.grad_reduce_in_fp32 and run.config.trainer.precision is not Precision.fp32:
             yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
-        if model.cuda_graph_impl is CudaGraphImpl.local:
-            yield "model.cuda_graph_impl=local", "not tested beside replayed layers"
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:

@@ -7,6 +7,7 @@ doctor what it needs. A feature overrides the methods that concern it; the other
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
 
+from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
@@ -14,6 +15,9 @@ from gpt_pretrain.run.platform import Library, Platform
 from gpt_pretrain.run.products import Resolved
 from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec
+
+# A feature's file takes the types of its methods from here.
+__all__ = ["Feature", "Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
 
 type Lack = tuple[str, str]
 """What a feature needs, and why this machine does not have it, as a message says it with a colon between them."""
@@ -30,8 +34,8 @@ class Feature:
     """What runs do where the library is broken, as a sentence that a colon and the reason follow."""
     core_field: ClassVar[str] = ""
     """The field of megatron-core's `TransformerConfig` that says whether it is used."""
-    why_not_compiled: ClassVar[str] = ""
-    """Why `model.compile` excludes it; empty: it does not."""
+    changes_te_layers: ClassVar[bool] = False
+    """It needs Transformer Engine's layers."""
     compiles_first: ClassVar[bool] = False
     """Its first call compiles for seconds, which does not pay for a few tokens."""
     attention_speed: ClassVar[float] = 1.0
@@ -49,6 +53,14 @@ class Feature:
 
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
+        if self.changes_te_layers and run.model.transformer_engine is False:
+            yield "model.transformer_engine=false", "it changes Transformer Engine's layers"
+        if run.model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+        yield from self.own_obstacles(run, sizes_known=sizes_known)
+
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        """`obstacles` that other features do not have."""
         yield from ()
 
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:

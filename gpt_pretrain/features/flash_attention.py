@@ -9,16 +9,13 @@ calls it.
 from collections.abc import Iterator
 from typing import Any, override
 
-from gpt_pretrain.config.choices import CudaGraphImpl, PositionEmbedding
+from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import Feature, Lack
-from gpt_pretrain.run.fp8 import Obstacle, local_layers
-from gpt_pretrain.run.kernels import Kernels
-from gpt_pretrain.run.platform import BLACKWELL, HOPPER, Library, Platform
-from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.features.feature import Feature, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.run.fp8 import local_layers
+from gpt_pretrain.run.platform import BLACKWELL, HOPPER
 
 _LIBRARY = Library(
     name="flash_attention",
@@ -44,19 +41,17 @@ class FlashAttention(Feature):
     key = "use_flash_attention"
     library = _LIBRARY
     without_library = "Attention is Transformer Engine's, not FlashAttention-4"
-    why_not_compiled = "it compiles megatron-core's local layers"
+    changes_te_layers = True
     compiles_first = True
     # With heads of 128 and sequences of 8,192; otherwise 1.08 to 1.13.
     attention_speed = 1.10
     doctor_part = ("attention", "FlashAttention-4, on Hopper in Transformer Engine's layers")
 
     @override
-    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model = run.model
         if not sizes_known:
             return
-        if model.transformer_engine is False:
-            yield "model.transformer_engine=false", _TAKES_THE_PLACE
         if cause := local_layers(model):
             yield cause, _TAKES_THE_PLACE
         if model.fp8_dot_product_attention:
@@ -66,8 +61,6 @@ class FlashAttention(Feature):
             yield f"model.context_parallel_size={cp}", why
         if model.attention_dropout:
             yield f"model.attention_dropout={model.attention_dropout}", "it has no dropout"
-        if model.cuda_graph_impl is CudaGraphImpl.local:
-            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
         width = kv_channels(model)
         if width % _WIDTH_MULTIPLE or width > _WIDEST:
             yield f"heads of {width} channels", f"it takes multiples of {_WIDTH_MULTIPLE} up to {_WIDEST}"

@@ -4,28 +4,23 @@ from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.choices import MoeTokenDispatcher
-from gpt_pretrain.features.feature import Feature, Lack
-from gpt_pretrain.run.fp8 import Obstacle
-from gpt_pretrain.run.kernels import Kernels
-from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
+from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.run.run_spec import why_local_layers
 
 
 class MoePermute(Feature):
     """Fused permutation of tokens for experts."""
 
     key = "moe_permute_fusion"
+    changes_te_layers = True
     core_field = "moe_permute_fusion"
 
     @override
-    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model, ep = run.model, run.model.expert_model_parallel_size
         if model.num_moe_experts is None:
             # `rules.no_effect` refuses it.
             return
-        if model.transformer_engine is False:
-            yield "model.transformer_engine=false", "its kernels are Transformer Engine's"
         if model.fp8 and model.fp8_emulate:
             why = "each emulated expert is a local layer with products of its own"
             yield "model.fp8_emulate=true", why, "model.fp8_emulate=false"

@@ -32,6 +32,7 @@ from gpt_pretrain.run.platform import (
     transformer_engine,
 )
 from gpt_pretrain.run.products import Resolved, resolve
+from gpt_pretrain.run.recipes import Use
 from gpt_pretrain.run.run_spec import RunSpec, plan_layout
 
 # Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
@@ -214,7 +215,7 @@ def _fp8_without_graphs(run: Resolved) -> Iterator[Obstacle]:
     model, settings, interval = run.model, run.fp8, run.config.logging.fp8_statistics_interval
     if cause := local_layers(model):
         yield cause, "these layers decide in Python, which a replay would not repeat"
-    if settings is not None and (why := settings.recipe.why_not("cuda_graph_impl")) is not None:
+    if settings is not None and (why := settings.recipe.why_not(Use.cuda_graph_impl)) is not None:
         yield f"model.fp8_recipe={settings.recipe.name}", why
     if model.fp8_dot_product_attention:
         why = "attention's own products have delayed scales, which replays do not update"

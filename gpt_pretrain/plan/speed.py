@@ -19,7 +19,7 @@ from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, QKV, Linear
-from gpt_pretrain.run.recipes import RECIPES
+from gpt_pretrain.run.recipes import RECIPES, Use
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
@@ -283,7 +283,7 @@ def forecast_speed(spec: RunSpec, gpu: Gpu) -> SpeedForecast:
         run = _predict(gpu, spec)
         return SpeedForecast(run=run, bf16=bf16, fp8=run, fp8_recipe=spec.fp8.recipe.preset, problem="")
     experts = model.num_moe_experts is not None
-    recipe = next(recipe for recipe in RECIPES.values() if not (experts and recipe.why_not("num_moe_experts")))
+    recipe = next(recipe for recipe in RECIPES.values() if not (experts and recipe.why_not(Use.num_moe_experts)))
     in_fp8 = replace(
         model, fp8=True, fp8_backend=None, fp8_recipe=Fp8RecipeName[recipe.name], fp8_hybrid=True, fp8_e4m3=None
     )

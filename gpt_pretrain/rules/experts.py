@@ -14,7 +14,7 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import recipes_for
+from gpt_pretrain.run.recipes import Use, recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
@@ -124,8 +124,8 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         if model.moe_router_padding_for_quantization:
             yield refusal(padding, "model.fp8=false", pads, "false", "fp8=tensorwise")
         return
-    if (why := run.fp8.recipe.why_not("num_moe_experts")) is not None:
-        asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", recipes_for("num_moe_experts")
+    if (why := run.fp8.recipe.why_not(Use.num_moe_experts)) is not None:
+        asked, ways = f"model.fp8_recipe={show(model.fp8_recipe)}", recipes_for(Use.num_moe_experts)
         if run.fp8.backend is Fp8Backend.torchao:
             # A preset does not change the engine of the command line.
             asked, ways = "model.fp8_backend=torchao", f"{ways} with model.fp8_backend=null"

@@ -16,7 +16,7 @@ from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of
-from gpt_pretrain.run.recipes import RECIPES, recipes_for, recipes_of
+from gpt_pretrain.run.recipes import RECIPES, Use, recipes_for, recipes_of
 
 # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
 # tensor would be subnormal.
@@ -108,10 +108,10 @@ def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
 
 def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
     model = config.model
-    if (why := settings.recipe.why_not("fp8_dot_product_attention")) is not None:
+    if (why := settings.recipe.why_not(Use.fp8_dot_product_attention)) is not None:
         # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
         why += ", and FP8 attention is Transformer Engine's, with scales per tensor"
-        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={recipes_for('fp8_dot_product_attention')}"
+        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={recipes_for(Use.fp8_dot_product_attention)}"
     if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
         # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
         selective = "model.activations_checkpoint_granularity=selective"
@@ -143,8 +143,8 @@ def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
     if not OPTIMIZERS[name].has_distributed_form:
         ways = f"model.optim.name={names_with('has_distributed_form')}"
         yield f"model.optim.name={name.name}", f"{only}, and megatron-core has no distributed form of this one", ways
-    if (why := settings.recipe.why_not("fp8_params")) is not None:
-        ways = f"fp8={recipes_for('fp8_params', backend=settings.backend)}"
+    if (why := settings.recipe.why_not(Use.fp8_params)) is not None:
+        ways = f"fp8={recipes_for(Use.fp8_params, backend=settings.backend)}"
         yield f"model.fp8_recipe={settings.recipe.name}", why, ways
     if settings.emulate and settings.backend is Fp8Backend.transformer_engine:
         why = "emulated layers keep high-precision weights and quantize the same values at each product"
@@ -159,10 +159,10 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
     keys = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
     if not model.first_last_layers_bf16:
         return
-    if (why := settings.recipe.why_not("first_last_layers_bf16")) is not None:
+    if (why := settings.recipe.why_not(Use.first_last_layers_bf16)) is not None:
         yield (
             f"model.first_last_layers_bf16=true with model.fp8_recipe={settings.recipe.name}: {why}; use "
-            f'model.fp8_exclude=["decoder.layers.0.*",…], or fp8={recipes_for("first_last_layers_bf16")}'
+            f'model.fp8_exclude=["decoder.layers.0.*",…], or fp8={recipes_for(Use.first_last_layers_bf16)}'
         )
     per_stage = model.num_layers // model.pipeline_model_parallel_size
     for key, other in zip(keys, reversed(keys), strict=True):

@@ -18,7 +18,7 @@ from gpt_pretrain.features.resolve import (
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import recipes_for
+from gpt_pretrain.run.recipes import Use, recipes_for
 
 # Counts; the rules divide by them.
 _COUNTS = (
@@ -30,13 +30,15 @@ _COUNTS = (
 )
 # With fewer, a router has nothing to choose from.
 _LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
+_LOCAL_LAYERS = "it compiles megatron-core's local layers"
+_COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
 # By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
 # without them it is another model.
 _NOT_COMPILED = {
-    "it compiles megatron-core's local layers": "transformer_engine=null "
+    _LOCAL_LAYERS: "transformer_engine=null "
     "apply_rope_fusion=null fused_single_qkv_rope=null tp_comm_overlap=false "
     "cuda_graph_impl=null context_parallel_size=1",
-    "a layer is one graph, and this part is compiled or computed by itself": "bias_activation_fusion=null "
+    _COMPILED_ITSELF: "bias_activation_fusion=null "
     "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null",
     "hooks that wait for parameters would break the graph of a layer": "overlap_param_gather=false",
     # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
@@ -209,9 +211,9 @@ def compile_problems(run: Resolved) -> Iterator[str]:
                 ways = ("model.compile=false", f"model.{setting}") if instead else ("model.compile=false",)
                 yield refusal(asked, f"model.{key}={show(value)}", why, *ways)
     for feature in FEATURES:
-        if feature.why_not_compiled and feature.is_asked(model):
-            ways = ("model.compile=false", f"model.{feature.key}=null")
-            yield refusal(asked, f"model.{feature.key}=true", feature.why_not_compiled, *ways)
+        if feature.is_asked(model):
+            why = _LOCAL_LAYERS if feature.changes_te_layers else _COMPILED_ITSELF
+            yield refusal(asked, f"model.{feature.key}=true", why, "model.compile=false", f"model.{feature.key}=null")
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
@@ -275,9 +277,9 @@ def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacl
         near = one_of(multiples_near(model.hidden_size, 4))
         in_four = "it splits a layer's output in four"
         yield f"model.hidden_size={model.hidden_size}", in_four, f"model.hidden_size={near}"
-    if run.fp8 is not None and (why := run.fp8.recipe.why_not("tp_comm_overlap")) is not None:
+    if run.fp8 is not None and (why := run.fp8.recipe.why_not(Use.tp_comm_overlap)) is not None:
         why = f"{why}, and only tensors with one scale are exchanged"
-        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={recipes_for('tp_comm_overlap')}"
+        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={recipes_for(Use.tp_comm_overlap)}"
     if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
         why = f"it works within a node, and {launch.local_world_size} processes do not hold whole groups of this size"
         yield f"model.tensor_model_parallel_size={tp}", why
@@ -293,7 +295,7 @@ def _untested_with_overlap(run: Resolved) -> Iterator[str]:
     granularity = model.activations_checkpoint_granularity
     if granularity is not None:
         yield f"model.activations_checkpoint_granularity={granularity.name}"
-    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not("fp8_params with tp_comm_overlap"):
+    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not(Use.fp8_params_and_tp_comm_overlap):
         yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
     for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
         if getattr(model, name):

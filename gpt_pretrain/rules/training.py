@@ -32,7 +32,7 @@ from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import recipes_for
+from gpt_pretrain.run.recipes import Use, recipes_for
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
@@ -132,10 +132,10 @@ def _moments(optim: OptimConfig) -> Iterator[str]:
 def _untested(run: Resolved) -> Iterator[str]:
     """Combinations that no test has shown to train."""
     model, optim = run.model, run.model.optim
-    feature = "fp8_params with use_precision_aware_optimizer"
-    if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(feature)) is not None:
+    use = Use.fp8_params_and_precision_aware_optimizer
+    if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(use)) is not None:
         fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-        ways = f"fp8={recipes_for('fp8_params', feature)}", "model.optim.use_precision_aware_optimizer=false"
+        ways = f"fp8={recipes_for(Use.fp8_params, use)}", "model.optim.use_precision_aware_optimizer=false"
         yield refusal(_ASKED, fp8, why, *ways)
     if not (model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1):
         return

@@ -31,6 +31,19 @@ class InfinityIn(Enum):
     """Nothing that is kept: the tensor that was cast is searched, in blocks of scale 1."""
 
 
+class Use(Enum):
+    """Keys of `model.` that some recipes exclude when they are set, alone or two together."""
+
+    fp8_dot_product_attention = 1
+    tp_comm_overlap = 2
+    cuda_graph_impl = 3
+    num_moe_experts = 4
+    first_last_layers_bf16 = 5
+    fp8_params = 6
+    fp8_params_and_tp_comm_overlap = 7
+    fp8_params_and_precision_aware_optimizer = 8
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recipe:
     """A way to scale tensors for FP8."""
@@ -98,8 +111,8 @@ class Recipe:
     """(rows, columns): weights up to one of these sizes gain nothing from FP8. Empty: not measured."""
     finer: str = ""
     """What to choose where one scale cannot cover a tensor's range; empty: nothing."""
-    refusals: Mapping[str, str] = field(default_factory=dict)
-    """Features that exclude the recipe (keys of `model.`, or phrases), with the reasons."""
+    refusals: Mapping[Use, str] = field(default_factory=dict)
+    """What excludes the recipe, with the reasons."""
 
     @property
     def scales_tensors(self) -> bool:
@@ -122,30 +135,30 @@ class Recipe:
         largest = FORMAT_MAX[format] / self.least_amax
         return 2.0 ** math.floor(math.log2(largest)) if self.powers_of_two else largest * (1 - 2**-20)
 
-    def why_not(self, feature: str) -> str | None:
-        """Why the recipe cannot be combined with a feature; None where it can."""
-        return self.refusals.get(feature)
+    def why_not(self, use: Use) -> str | None:
+        """Why the recipe cannot be combined with a use of FP8; None where it can."""
+        return self.refusals.get(use)
 
 
 _BLOCK_REFUSALS = {
     **dict.fromkeys(
-        ("fp8_dot_product_attention", "tp_comm_overlap"),
+        (Use.fp8_dot_product_attention, Use.tp_comm_overlap),
         "it has one scale for each block of a tensor",
     ),
-    "cuda_graph_impl": "tensorwise is the only FP8 recipe tested with graphs",
+    Use.cuda_graph_impl: "tensorwise is the only FP8 recipe tested with graphs",
 }
 
 _TORCHAO_REFUSALS = {
-    "fp8_dot_product_attention": "TorchAO casts linear layers only",
-    "num_moe_experts": "experts are not tested with TorchAO",
-    "tp_comm_overlap": "it belongs to Transformer Engine's layers, not to TorchAO's",
-    "cuda_graph_impl": "tensorwise of Transformer Engine is the only FP8 recipe tested with graphs",
+    Use.fp8_dot_product_attention: "TorchAO casts linear layers only",
+    Use.num_moe_experts: "experts are not tested with TorchAO",
+    Use.tp_comm_overlap: "it belongs to Transformer Engine's layers, not to TorchAO's",
+    Use.cuda_graph_impl: "tensorwise of Transformer Engine is the only FP8 recipe tested with graphs",
 }
 _ROWWISE: dict[str, Any] = {
     "e4m3": True,
     "scales_from": "the scale of a row or column comes from its own values",
     "scales_rows": True,
-    "refusals": {"fp8_params": "TorchAO's FP8 all-gather is of weights with one scale each"},
+    "refusals": {Use.fp8_params: "TorchAO's FP8 all-gather is of weights with one scale each"},
     "powers_of_two": True,
     "takes_logarithm": True,
     # With scales of rows torch._scaled_mm runs CUTLASS kernels, not cuBLAS.
@@ -155,7 +168,7 @@ _ROWWISE: dict[str, Any] = {
 }
 
 
-def _torchao(refusals: Mapping[str, str] | None = None, **fields: Any) -> Recipe:
+def _torchao(refusals: Mapping[Use, str] | None = None, **fields: Any) -> Recipe:
     """A recipe of `torchao.float8.Float8LinearConfig.from_recipe_name`."""
     return Recipe(
         backend=Fp8Backend.torchao,
@@ -182,9 +195,9 @@ _TE = (
         finer="fp8=tensorwise, whose scales follow each tensor",
         leaves_wgrad_out=True,
         refusals={
-            "first_last_layers_bf16": "amaxes are reduced once for all layers, and megatron-core refuses it",
-            "cuda_graph_impl": "megatron-core 0.19 rolls the amax history of gradients once per layer, not per pass",
-            "num_moe_experts": "the history of an expert that gets few tokens goes stale, and delayed scales are not "
+            Use.first_last_layers_bf16: "amaxes are reduced once for all layers, and megatron-core refuses it",
+            Use.cuda_graph_impl: "megatron-core 0.19 rolls the amax history of gradients once per layer, not per pass",
+            Use.num_moe_experts: "the history of an expert that gets few tokens goes stale, and delayed scales are not "
             "proven",
         },
     ),
@@ -198,7 +211,7 @@ _TE = (
         gains_by_graphs=True,
         scales_flag=("use_power_2_scales", "powers of two", "any"),
         refusals={
-            "fp8_params with tp_comm_overlap": "FP8 weights with user buffers were tested under delayed scaling only",
+            Use.fp8_params_and_tp_comm_overlap: "FP8 weights with user buffers were tested under delayed scaling only",
         },
     ),
     Recipe(
@@ -222,7 +235,7 @@ _TE = (
         peak_share=0.53,
         refusals={
             **_BLOCK_REFUSALS,
-            "fp8_params with use_precision_aware_optimizer": "its masters are not tested with weights in blocks",
+            Use.fp8_params_and_precision_aware_optimizer: "its masters are not tested with weights in blocks",
         },
     ),
     Recipe(
@@ -244,7 +257,7 @@ _TE = (
             **_BLOCK_REFUSALS,
             # MixedPrecisionOptimizer.prepare_model_params_for_param_sync: weights would be zeros unless the loop
             # filled the gradient buffer before each gather.
-            "fp8_params": "megatron-core gathers these weights in BF16 through the gradient buffer, which this "
+            Use.fp8_params: "megatron-core gathers these weights in BF16 through the gradient buffer, which this "
             "application does not fill",
         },
     ),
@@ -274,6 +287,6 @@ def recipes_of(backend: Fp8Backend) -> list[Recipe]:
     return [recipe for recipe in RECIPES.values() if recipe.backend is backend]
 
 
-def recipes_for(*features: str, backend: Fp8Backend = Fp8Backend.transformer_engine) -> str:
-    """Presets of an engine's recipes that can be combined with all these features, as messages offer them."""
-    return one_of([recipe.preset for recipe in recipes_of(backend) if not any(map(recipe.why_not, features))])
+def recipes_for(*uses: Use, backend: Fp8Backend = Fp8Backend.transformer_engine) -> str:
+    """Presets of an engine's recipes that can be combined with all these uses, as messages offer them."""
+    return one_of([recipe.preset for recipe in recipes_of(backend) if not any(map(recipe.why_not, uses))])
