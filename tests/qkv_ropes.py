@@ -7,7 +7,7 @@ import torch
 
 from gpt_pretrain.kernels import layers_triton
 from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
-from gpt_pretrain.megatron.fused_layers import split_and_rotate
+from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from tests import emulated_training
 
 

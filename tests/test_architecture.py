@@ -16,7 +16,7 @@ KNOWS = {
     "rules": {"config", "launch", "run", "features"},
     "kernels": set(),
     "megatron": {"config", "launch", "run", "features", "kernels"},
-    "fp8": {"config", "run", "kernels", "megatron"},
+    "fp8": {"config", "launch", "run", "kernels", "megatron"},
     "data": {"config", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},
     "report": {"config"},

@@ -219,7 +219,7 @@ def test_a_gpu_runs_it_in_local_layers(compose_config):
     kernels = spec_of(config, dataclasses.replace(H200, torchao="0.18.0")).kernels
     assert not kernels.transformer_engine
     assert kernels.torch_attention
-    assert kernels.fused_single_qkv_rope
+    assert kernels.features["fused_single_qkv_rope"]
     assert kernels.gradient_accumulation_fusion
 
 

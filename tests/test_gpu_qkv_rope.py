@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gpt_pretrain.kernels import layers_triton
-from gpt_pretrain.megatron.fused_layers import split_and_rotate
+from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from tests.qkv_ropes import Shape, check_against_fp64, make_angles, make_gradients, make_mixed
 from tests.test_gpu_parity import CASES, TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, te_names, train_ours

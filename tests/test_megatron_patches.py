@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from gpt_pretrain.megatron import patches
-from gpt_pretrain.megatron.patches import PATCHES, Patch, patch, patched
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import PATCHES, Patch, patch, patched
 from tests.launching import run_ranks
 
 PACKAGE = Path(__file__).parents[1] / "gpt_pretrain"
@@ -33,7 +33,7 @@ IN_MODULES = [
 # In a process where nothing is patched: for each name whether it is there, and the parameters of its function.
 AS_INSTALLED = """
 import inspect, json, sys
-from gpt_pretrain.megatron.patches import PATCHES
+from gpt_pretrain.launch.patches import PATCHES
 
 def parameters(function):
     try:

@@ -3,7 +3,7 @@
 import math
 import re
 
-from gpt_pretrain.config.choices import Activation
+from gpt_pretrain.config.choices import Activation, Precision
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 
@@ -183,3 +183,13 @@ def max_time_s(trainer: TrainerConfig) -> float | None:
         raise ConfigError([f"{problem}; two and a half hours are {example}"])
     days, hours, minutes, seconds = map(int, match.groups())
     return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
+def is_reference(config: Config) -> bool:
+    """Whether others are compared with this run, so that it keeps plain kernels."""
+    return config.trainer.deterministic or config.trainer.precision is Precision.fp32
+
+
+def keeps_plain_kernels(config: Config) -> bool:
+    """Whether local layers do not fuse: in references, and because PyTorch's kernels have their own random state."""
+    return is_reference(config) or config.model.attention_dropout > 0

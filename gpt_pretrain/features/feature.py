@@ -74,6 +74,9 @@ class Feature:
         """What it needs that this machine does not have; None if nothing."""
         return None
 
+    def prepare(self) -> None:
+        """Changes megatron-core itself, before the model is built."""
+
     def build_into_model(self, chunks: Sequence[Any]) -> None:
         """Changes this rank's model chunks once they are built, before data parallelism wraps them."""
 

@@ -14,6 +14,7 @@ from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.qkv_rope import QKV_ROPE
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER
 
@@ -71,7 +72,7 @@ class FlashAttention(Feature):
             kernels.transformer_engine
             and platform.is_hopper
             and _LIBRARY.name in platform.libraries
-            and _is_measured_faster(run.model, rotates=kernels.fused_single_qkv_rope)
+            and _is_measured_faster(run.model, rotates=QKV_ROPE.is_used(kernels))
             # Not measured with recomputed attention.
             and run.model.activations_checkpoint_granularity is None
         )

@@ -7,10 +7,11 @@ from gpt_pretrain.features.embedding_gradient import EMBEDDING_GRADIENT
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.flash_attention import FLASH_ATTENTION
 from gpt_pretrain.features.moe_permute import MOE_PERMUTE
+from gpt_pretrain.features.qkv_rope import QKV_ROPE
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Library
 
-FEATURES: tuple[Feature, ...] = (ACTIVATION_CAST, EMBEDDING_GRADIENT, FLASH_ATTENTION, MOE_PERMUTE)
+FEATURES: tuple[Feature, ...] = (ACTIVATION_CAST, EMBEDDING_GRADIENT, QKV_ROPE, FLASH_ATTENTION, MOE_PERMUTE)
 LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in FEATURES if feature.library is not None)
 
 

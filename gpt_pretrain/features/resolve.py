@@ -14,9 +14,8 @@ from gpt_pretrain.config.choices import (
     CrossEntropyFusion,
     CudaGraphImpl,
     PositionEmbedding,
-    Precision,
 )
-from gpt_pretrain.config.derived import matmul_parameters_per_layer
+from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels, matmul_parameters_per_layer
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.registry import FEATURES, LIBRARIES
 from gpt_pretrain.launch.ranks import Launch
@@ -110,10 +109,8 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     # A compiled layer has no place for separately fused kernels.
     fuses = platform.cuda and not model.compile
     accumulates = choose(model.gradient_accumulation_fusion, fuses)
-    # References keep plain attention, and PyTorch's kernels draw dropout from their own random state.
-    plain = _is_reference(config) or model.attention_dropout > 0
+    plain = keeps_plain_kernels(config)
     fast_local = fuses and not te and not plain
-    rotates = choose(model.fused_single_qkv_rope, (te or fast_local) and not any(qkv_rope_obstacles(model)))
     softmax = choose(model.masked_softmax_fusion, platform.apex_softmax and not te and plain and not model.compile)
     grouped = choose(model.moe_grouped_gemm, te and model.num_moe_experts is not None)
     return Kernels(
@@ -132,7 +129,6 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),
-        fused_single_qkv_rope=rotates,
         gradient_accumulation_fusion=accumulates,
         cross_entropy_fusion_impl=_plan_loss(config, platform),
         moe_grouped_gemm=grouped,
@@ -161,28 +157,11 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
     return CudaGraphImpl.local if gain and is_free else None
 
 
-def _is_reference(config: Config) -> bool:
-    """Whether others are compared with this run, so that it keeps plain kernels."""
-    return config.trainer.deterministic or config.trainer.precision is Precision.fp32
-
-
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
-        fused = implementation is not None or (platform.cuda and not _is_reference(config))
+        fused = implementation is not None or (platform.cuda and not is_reference(config))
     return (implementation or CrossEntropyFusion.linear) if fused else None
-
-
-def qkv_rope_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
-    """Settings that exclude `model.fused_single_qkv_rope`."""
-    if model.position_embedding_type is not PositionEmbedding.rope:
-        yield f"model.position_embedding_type={model.position_embedding_type.name}", "there is nothing to rotate"
-    if model.apply_rope_fusion is False:
-        yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
-    if model.qk_layernorm:
-        yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
-    if model.cuda_graph_impl is CudaGraphImpl.local:
-        yield "model.cuda_graph_impl=local", "not tested in replayed layers"
 
 
 def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:

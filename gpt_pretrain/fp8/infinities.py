@@ -19,8 +19,8 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.fp8.te_products import is_te_linear
-from gpt_pretrain.megatron import patches
-from gpt_pretrain.megatron.patches import patched
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import patched
 from gpt_pretrain.run.recipes import RECIPES, InfinityIn
 
 # Quantizers per product of a module (TE 2.12, pytorch/module): of input, weight and output; of their two gradients.

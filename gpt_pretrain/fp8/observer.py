@@ -21,9 +21,9 @@ from gpt_pretrain.fp8.comparisons import PRODUCTS, Difference
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Phase, Product
 from gpt_pretrain.fp8.local_layers import Fp8Linear, planned_name
 from gpt_pretrain.fp8.te_products import Asks, IdleListener, Listener, Watch, format_of, is_te_linear
-from gpt_pretrain.megatron import patches
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import patched
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.megatron.patches import patched
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import Linear
 

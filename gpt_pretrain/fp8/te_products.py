@@ -27,8 +27,8 @@ from gpt_pretrain.fp8.gemms import (
     Role,
     Sums,
 )
-from gpt_pretrain.megatron import patches
-from gpt_pretrain.megatron.patches import patched
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import patched
 
 # The layouts of general_gemm's three products (TE 2.12, pytorch/module/linear.py).
 _PHASES = {"TN": Phase.forward, "NN": Phase.dgrad, "NT": Phase.wgrad}

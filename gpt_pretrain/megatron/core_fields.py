@@ -193,7 +193,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
             yield Field(feature.core_field, feature.is_used(kernels), (f"model.{feature.key}",))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
-    yield from _named(kernels, "model", "fused_single_qkv_rope", "gradient_accumulation_fusion")
+    yield from _named(kernels, "model", "gradient_accumulation_fusion")
     # megatron-core 0.19 has no linear loss; `megatron.loss` replaces its loss.
     native = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.native
     yield Field("cross_entropy_loss_fusion", native, ("model.cross_entropy_loss_fusion",))

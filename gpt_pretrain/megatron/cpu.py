@@ -18,8 +18,8 @@ from torch._C._distributed_c10d import Store
 from torch._dynamo import trace_rules
 from torch.overrides import TorchFunctionMode
 
-from gpt_pretrain.megatron import patches
-from gpt_pretrain.megatron.patches import patch
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import patch
 
 _CPU = torch.device("cpu")
 

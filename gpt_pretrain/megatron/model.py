@@ -33,7 +33,6 @@ from gpt_pretrain.megatron.core_fields import (
     transformer_fields,
 )
 from gpt_pretrain.megatron.fused_layers import (
-    install_rotation,
     install_split,
     install_weight_gradients,
 )
@@ -107,8 +106,8 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
         install_weight_gradients()
     if kernels.transformer_engine:
         install_split()
-    if kernels.fused_single_qkv_rope:
-        install_rotation()
+    for feature in used_features(kernels):
+        feature.prepare()
     if kernels.cuda_graph_impl is not None:
         prepare_graphs(model.seed)
     if local_layers is None:

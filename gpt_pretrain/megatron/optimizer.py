@@ -21,8 +21,8 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
-from gpt_pretrain.megatron.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weights import forget_first_values

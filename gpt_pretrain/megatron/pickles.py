@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from gpt_pretrain.config.errors import UserError, reason
-from gpt_pretrain.megatron import patches
-from gpt_pretrain.megatron.patches import patch
+from gpt_pretrain.launch import patches
+from gpt_pretrain.launch.patches import patch
 
 # What torch 2.11 and earlier versions write into an index.
 _INDEX = frozenset(

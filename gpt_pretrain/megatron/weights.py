@@ -22,7 +22,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.megatron.patches import FIRST_VALUES, patched
+from gpt_pretrain.launch.patches import FIRST_VALUES, patched
 
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
 

@@ -39,10 +39,10 @@ from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.compile_fx import compile_fx
 
 from gpt_pretrain.config.errors import RunError, reason
+from gpt_pretrain.launch.patches import COMPILED_GRAPHS, COMPILED_SHAPES, GRAPH_MEMORY, GRAPH_RECORDING, patch
 from gpt_pretrain.megatron.cpu import let_compiler_see_twins
 from gpt_pretrain.megatron.layers import GraphedLayer, LocalLayers, WholeLayer
 from gpt_pretrain.megatron.parallel import seed_dropout, track_random_states
-from gpt_pretrain.megatron.patches import COMPILED_GRAPHS, COMPILED_SHAPES, GRAPH_MEMORY, GRAPH_RECORDING, patch
 
 # megatron-core's own, and the pool it took memory from, once per call.
 _allocate = cuda_graphs.alloc_tensor_from_graph_mempool

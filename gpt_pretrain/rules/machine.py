@@ -235,7 +235,7 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
 def _hardware_problems(spec: RunSpec) -> Iterator[str]:
     """Kernels, types and buffers that need another GPU."""
     model, platform = spec.model, spec.platform
-    for key in ("fused_single_qkv_rope", "bias_activation_fusion", "bias_dropout_add_fusion"):
+    for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield _needs(spec, key, "a GPU", "there is no CUDA device")
     if model.cross_entropy_fusion_impl is CrossEntropyFusion.native:

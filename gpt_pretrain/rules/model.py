@@ -13,7 +13,6 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import (
     graph_obstacles,
-    qkv_rope_obstacles,
 )
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle, local_layers
@@ -36,7 +35,7 @@ _COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed 
 # without them it is another model.
 _NOT_COMPILED = {
     _LOCAL_LAYERS: "transformer_engine=null "
-    "apply_rope_fusion=null fused_single_qkv_rope=null tp_comm_overlap=false "
+    "apply_rope_fusion=null tp_comm_overlap=false "
     "cuda_graph_impl=null context_parallel_size=1",
     _COMPILED_ITSELF: "bias_activation_fusion=null "
     "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null",
@@ -218,14 +217,10 @@ def compile_problems(run: Resolved) -> Iterator[str]:
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
-    model = run.model
-    found = {
-        "fused_single_qkv_rope": qkv_rope_obstacles(model),
-        **{feature.key: feature.obstacles(run, sizes_known=sizes_known) for feature in FEATURES},
-    }
-    for key, obstacles in found.items():
-        if getattr(model, key):
-            yield from refusals(f"model.{key}=true", obstacles, "null or false")
+    for feature in FEATURES:
+        if feature.is_asked(run.model):
+            obstacles = feature.obstacles(run, sizes_known=sizes_known)
+            yield from refusals(f"model.{feature.key}=true", obstacles, "null or false")
 
 
 def gradients(model: ModelConfig) -> Iterator[str]:

@@ -22,7 +22,6 @@ class Kernels:
     torch_attention: bool
     """Local layers use PyTorch's fused attention, not megatron-core's, which writes all scores."""
     apply_rope_fusion: bool
-    fused_single_qkv_rope: bool
     gradient_accumulation_fusion: bool
     cross_entropy_fusion_impl: CrossEntropyFusion | None
     """None: megatron-core's unfused loss."""

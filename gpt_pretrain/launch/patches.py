@@ -76,11 +76,11 @@ def hide_libraries(*names: str) -> None:
 
 
 def _check(record: Patch, owner: Any, name: str) -> None:
-    assert name in record.names, f"megatron/patches.py does not list {record.place}.{name}"
+    assert name in record.names, f"launch/patches.py does not list {record.place}.{name}"
     if not hasattr(owner, name) and record.absent_without is None:
         raise RuntimeError(
             f"{record.place} has no {name}, which is replaced because {record.why}; install the versions of "
-            "constraints.txt, or adapt gpt_pretrain/megatron/patches.py"
+            "constraints.txt, or adapt gpt_pretrain/launch/patches.py"
         )
 
 
@@ -191,7 +191,7 @@ ROTATION = Patch(
     place="megatron.core.transformer.attention",
     names={"apply_fused_qkv_rotary_pos_emb": None, "HAVE_FUSED_QKV_ROPE": None},
     absent_without="transformer_engine",
-    what="queries, keys and values split and rotated in one kernel (fused_layers.split_and_rotate)",
+    what="queries, keys and values split and rotated in one kernel (kernels.qkv_rope)",
     why="Transformer Engine 2.12's kernel of this name makes a step of Llama 3 8B no faster",
     until="Transformer Engine's apply_fused_qkv_rotary_pos_emb is as fast",
 )

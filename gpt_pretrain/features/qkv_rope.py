@@ -1,0 +1,45 @@
+"""`model.fused_single_qkv_rope`: one kernel splits queries, keys and values and rotates them (`kernels.qkv_rope`)."""
+
+from collections.abc import Iterator
+from typing import override
+
+from gpt_pretrain.config.choices import PositionEmbedding
+from gpt_pretrain.config.derived import keeps_plain_kernels
+from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.launch.patches import ROTATION, patch
+
+
+class QkvRope(Feature):
+    """Split and rotation in one kernel."""
+
+    key = "fused_single_qkv_rope"
+    core_field = "fused_single_qkv_rope"
+
+    @override
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        model, position = run.model, run.model.position_embedding_type
+        if position is not PositionEmbedding.rope:
+            yield f"model.position_embedding_type={position.name}", "there is nothing to rotate"
+        if model.apply_rope_fusion is False:
+            yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
+        if model.qk_layernorm:
+            yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
+
+    @override
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        local = platform.cuda and not kernels.compile and not keeps_plain_kernels(run.config)
+        return kernels.transformer_engine or local
+
+    @override
+    def lacks(self, spec: RunSpec) -> Lack | None:
+        return None if spec.platform.cuda else ("a GPU", "there is no CUDA device")
+
+    @override
+    def prepare(self) -> None:
+        from gpt_pretrain.kernels.qkv_rope import split_and_rotate
+
+        # `TransformerConfig.fused_single_qkv_rope` then means this kernel, in local layers as well.
+        patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)
+
+
+QKV_ROPE = QkvRope()
