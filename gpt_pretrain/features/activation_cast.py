@@ -54,7 +54,7 @@ class ActivationCast(Feature):
         return "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
 
     @override
-    def build_into(self, layer: Any) -> None:
+    def build_into_layer(self, layer: Any) -> None:
         layer.submodules.mlp = partial(mlp_class().as_mlp_submodule, **layer.submodules.mlp.keywords)
 
     @override

@@ -83,7 +83,7 @@ class FlashAttention(Feature):
         return None if why is None else ("FlashAttention-4, which cannot be used here", why)
 
     @override
-    def build_into(self, layer: Any) -> None:
+    def build_into_layer(self, layer: Any) -> None:
         layer.submodules.self_attention.submodules.core_attention = _attention_class()
 
     @override

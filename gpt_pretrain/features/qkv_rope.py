@@ -6,7 +6,6 @@ from typing import override
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import keeps_plain_kernels
 from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
-from gpt_pretrain.launch.patches import ROTATION, patch
 
 
 class QkvRope(Feature):
@@ -37,6 +36,7 @@ class QkvRope(Feature):
     @override
     def prepare(self) -> None:
         from gpt_pretrain.kernels.qkv_rope import split_and_rotate
+        from gpt_pretrain.launch.patches import ROTATION, patch
 
         # `TransformerConfig.fused_single_qkv_rope` then means this kernel, in local layers as well.
         patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)

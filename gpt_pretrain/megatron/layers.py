@@ -153,7 +153,7 @@ def build_layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
         for feature in used_features(kernels):
-            feature.build_into(layer)
+            feature.build_into_layer(layer)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel
 

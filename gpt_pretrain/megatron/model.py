@@ -32,7 +32,7 @@ from gpt_pretrain.megatron.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.megatron.fused_layers import (
+from gpt_pretrain.megatron.fallbacks import (
     install_split,
     install_weight_gradients,
 )
