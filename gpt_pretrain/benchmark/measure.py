@@ -3,7 +3,7 @@
 The bare loop is the yardstick: megatron-core's own pieces in the shortest loop that trains, built from the
 application's translated configuration, without data loading, logging, validation, schedule or signals. Optimizer and
 loss are megatron-core's own, so the comparison shows what the application's gain. Both loops use the kernels that
-`run.kernels` chooses, so it does not show what those gain.
+`features.resolve` chooses, so it does not show what those gain.
 
 Both loops have the same clock. The host waits for the device after the first step, after the warm-up and after each
 interval of timed steps, and at no other step, so kernels queue up as they do in a run.

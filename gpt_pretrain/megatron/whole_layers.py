@@ -16,7 +16,7 @@ megatron-core 0.19.2, and what replaces it:
 - attention that writes its scores into a process-wide buffer: `layers.TorchAttention`;
 - exchanges along the sequence, whose gradients torch 2.11 traces wrongly: refused (`rules.model`);
 - kernels that add weight gradients to `main_grad`, activations and residuals compiled by themselves, dropout from
-  megatron-core's own random states, hooks that gather parameters: refused, or left out (`run.kernels`).
+  megatron-core's own random states, hooks that gather parameters: refused, or left out (`features.resolve`).
 
 Only training steps, which have one shape, run so. Validation and sampling run the layers' modules, and so does all that
 looks into them inside `without_graphs`. The proof of FP8 (`fp8/proof.py`) watches the first step and its recording.
