@@ -9,7 +9,6 @@ import torch
 
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
 from gpt_pretrain.fp8.local_layers import fp8_layers
@@ -18,6 +17,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.run.platform import detect_platform
 from gpt_pretrain.run.run_spec import build_run_spec

@@ -48,7 +48,6 @@ from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     FP8_DIGESTS,
     METADATA,
-    Trainable,
     architecture,
     describe_fp8_state,
     layout,
@@ -59,6 +58,7 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.delayed import join_present_amaxes, state_digests
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.trainable import Trainable
 
 # Why a run should not write to its directory, or None.
 type PlaceProblem = Callable[[], str | None]

@@ -13,9 +13,10 @@ from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, Rec
 from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
-from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
+from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, QKV, Linear
 from gpt_pretrain.run.recipes import RECIPES

@@ -8,7 +8,7 @@ from pathlib import Path
 from gpt_pretrain.checkpoint.directory import remove_unfinished
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import Progress
-from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
+from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
@@ -20,6 +20,7 @@ from gpt_pretrain.launch.run_dir import nearest_existing
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.run.run_spec import RunSpec

@@ -18,10 +18,11 @@ from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
+from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
+from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.stragglers import Stragglers
 from gpt_pretrain.training.watchdog import Watchdog
