@@ -209,7 +209,6 @@ def test_finished_runs_need_neither_torch_nor_a_configuration(tmp_path):
         (["a.log", "b.log"], "a.log b.log ", "runs=[a.log,b.log]"),
         (["run=[a,b]"], "run=[a,b]: ", "runs=[a,b]"),
         (["compare.runs=[a,b]"], "compare.runs ", "runs=[…]"),
-        (["fp8", "delayed"], "fp8 delayed: ", "fp8=delayed"),
         (["++runs=[a,b]", "trainer.max_steps=3"], "trainer.max_steps ", "leave it out"),
     ],
 )
