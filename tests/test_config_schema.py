@@ -158,7 +158,7 @@ def test_values_of_other_codes_are_answered_with_a_way_out(path, value):
         ("model.num_heads", "model.num_attention_heads"),
         ("max_steps", "trainer.max_steps"),
         ("model.data.prefix", "model.data.data_prefix"),
-        ("checkpoint.save_every", "checkpoint.save_interval"),
+        ("checkpoint.save_steps", "checkpoint.save_interval"),
         ("model.fp8_param", "model.fp8_params"),
         ("model.fp8_param_gather", "model.fp8_params"),
         ("model.fp8_amax_history", "model.fp8_amax_history_len"),

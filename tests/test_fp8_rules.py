@@ -315,18 +315,13 @@ TWO_MISTAKES = ("a whole recipe without FP8", "a pattern where there are no laye
 UNREADABLE = {
     "E5M2 forward": Refused(
         "++model.fp8_format=e5m2",
-        told="model.fp8_format model.fp8_hybrid=true model.fp8_e4m3=true E5M2",
+        told="model.fp8_format model.fp8_hybrid=true model.fp8_e4m3=true",
         legal="fp8=delayed model.fp8_e4m3=true",
     ),
     "a format for the switch": Refused(
         "model.fp8=hybrid",
         told="model.fp8='hybrid' model.fp8=true model.fp8_hybrid=true",
         legal="model.fp8=true model.fp8_hybrid=true",
-    ),
-    "a format for the recipe": Refused(
-        "model.fp8=true model.fp8_recipe=e5m2",
-        told="model.fp8_recipe='e5m2' delayed tensorwise blockwise mxfp8 null E5M2 model.fp8_hybrid=true",
-        legal="fp8=tensorwise",
     ),
     "a bogus recipe": Refused(
         "model.fp8=true model.fp8_recipe=blokwise",
