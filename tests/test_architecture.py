@@ -56,7 +56,7 @@ def imported_modules(path, package):
 
 def room_of(path, package):
     place = path.relative_to(package)
-    is_command = len(place.parts) == 1 or place.name == "__main__.py" or place.as_posix() == "benchmark/picture.py"
+    is_command = len(place.parts) == 1 or place.name == "__main__.py"
     return "a command" if is_command else place.parts[0]
 
 

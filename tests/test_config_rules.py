@@ -606,7 +606,7 @@ def test_wandb_is_refused_where_only_a_folder_has_its_name(broken_rules, tmp_pat
     assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
 
 
-@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "wandb", "plot"])
+@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "wandb"])
 def test_an_extra_is_installed_as_the_gpu_page_says(extra, pytestconfig):
     command = re.search(r"python -m pip .*", how_to_install(extra))[0]
     assert command.endswith(f"-e '.[{extra}]'")
