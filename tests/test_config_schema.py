@@ -198,6 +198,16 @@ def test_what_the_first_version_has_saved_is_read_as_its_model():
     assert saved.logging == load_config(["logging.fp8_proof_interval=null"]).logging
 
 
+def test_a_removed_key_is_read_with_the_only_value_that_it_took(tmp_path):
+    config, path = load_config([]), tmp_path / "config.yaml"
+    saved = config_to_yaml(config).replace("model:\n", "model:\n  nccl_ub: false\n", 1)
+    path.write_text(saved)
+    assert load_saved_config(path) == config
+    path.write_text(saved.replace("nccl_ub: false", "nccl_ub: true"))
+    with pytest.raises(ConfigError, match=r"model\.nccl_ub"):
+        load_saved_config(path)
+
+
 def test_values_are_typed():
     config = load_config(["trainer.max_steps=1e3", "model.optim.lr=1", "model.optim.betas=[0,0.5]"])
     assert config.trainer.max_steps == 1000

@@ -109,11 +109,6 @@ WRONG = {
         offers=f"model.fp8_wgrad=null | fp8=delayed {EMULATE}",
         legal=f"fp8=tensorwise {EMULATE} model.fp8_wgrad=true",
     ),
-    "FP8 between projections and attention": Refused(
-        "fp8=delayed model.fp8_multi_head_attention=true",
-        told="model.fp8_multi_head_attention=true model.fp8_dot_product_attention=false",
-        offers="model.fp8_multi_head_attention=false",
-    ),
     "attention in blocks": Refused(
         f"fp8=blockwise {ATTENTION}",
         told=f"{ATTENTION} model.fp8_recipe=blockwise",

@@ -109,11 +109,6 @@ WRONG = {
         told="model.fp8_dot_product_attention=true model.fp8_recipe=tensorwise",
         offers="model.fp8_dot_product_attention=false",
     ),
-    "attention's tensors": Refused(
-        f"{TENSORWISE} model.fp8_multi_head_attention=true",
-        told="model.fp8_multi_head_attention=true",
-        offers="model.fp8_multi_head_attention=false",
-    ),
     "layers of Transformer Engine, on hardware": Refused(
         "fp8=torchao_rowwise model.transformer_engine=true",
         told="model.fp8_backend=torchao model.transformer_engine=true",

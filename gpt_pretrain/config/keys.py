@@ -71,6 +71,15 @@ UNSUPPORTED = {
         "amaxes are always reduced over the ranks of a group, which would quantize with different scales otherwise; "
         "leave it out"
     ),
+    # TEDelayedScaling hands it on as fp8_mha; DotProductAttention.forward then sets the recipe's fp8_dpa.
+    "fp8_multi_head_attention": (
+        "with it, Transformer Engine 2.12 computes attention in FP8, which neither plan nor proof covers; leave it "
+        "out, or use model.fp8_dot_product_attention=true"
+    ),
+    "nccl_ub": (
+        "megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink multicast on where the host forbids it, "
+        "and continues without registered buffers where NCCL refuses them; leave it out"
+    ),
     "tp_only_amax_red": "amaxes are reduced over all ranks that share a tensor or its data; leave it out",
     "precompute_float8_dynamic_scale_for_fsdp": (
         "model.fp8_params=true computes the scales of all weights at once after each update; leave it out"
