@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import Activation, PositionEmbedding
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
-    ffn_hidden_size,
     kv_channels,
     num_query_groups,
     padded_vocab_size,
@@ -185,8 +184,6 @@ class _Need:
     step: int
     why: str
     """Why, in the words of the message."""
-    instead: tuple[str, int] | None = None
-    """A way out by another key of the model."""
 
 
 def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
@@ -223,8 +220,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             step = _step(count, unit)
             why = _weight(fp8[kind], model, unit)
             if model.kv_channels is None:
-                instead = ("kv_channels", multiples_near(kv_channels(model), step)[-1])
-                yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
+                yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why)
             else:
                 yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
     gated = 2 if model.activation is Activation.swiglu else 1
@@ -235,8 +231,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             if kind in _OF_EXPERTS and model.moe_ffn_hidden_size is not None:
                 yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
             elif model.ffn_hidden_size is None:
-                instead = ("ffn_hidden_size", multiples_near(ffn_hidden_size(model), step)[-1])
-                yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
+                yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why)
             else:
                 yield _Need(key="ffn_hidden_size", value=model.ffn_hidden_size, step=step, why=why)
 
@@ -256,7 +251,6 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
         rows = settings.recipe.gathered_rows
         why = f"what a rank casts before it is gathered (model.sequence_parallel=true) must be a multiple of {rows}"
         needs.append((columns[0].local_tokens, cp * tp, rows, why))
-    near = multiples_near(micro, math.lcm(*(_step(length, ranks * rows) for _, ranks, rows, _ in needs)))[-1]
     for tokens, ranks, rows, rule in needs:
         # `_sequence` requires the second anyway, so every value offered here is legal.
         step = math.lcm(_step(micro, ranks * rows), _sequence_step(model))
@@ -265,7 +259,6 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
             value=length,
             step=step,
             why=f"with model.micro_batch_size={micro} a rank has {tokens} tokens, and {rule}",
-            instead=("micro_batch_size", near),
         )
 
 
@@ -287,7 +280,4 @@ def fp8_shape_problems(run: Resolved) -> Iterator[str]:
         broken = [need for need in of_key if need.value % need.step]
         if broken:
             values = one_of(multiples_near(broken[0].value, math.lcm(*(need.step for need in of_key))))
-            ways = [values]
-            if (other := broken[0].instead) is not None:
-                ways.append(f"model.{other[0]}={other[1]}")
-            yield f"model.{key}={broken[0].value}: {broken[0].why}; use {', or '.join(ways)}"
+            yield f"model.{key}={broken[0].value}: {broken[0].why}; use {values}"
