@@ -105,7 +105,7 @@ def test_every_key_of_the_documents_exists():
     named = {key for key in re.findall(pattern, ALL_TEXT) if not key.endswith((".md", ".py", ".json", ".html"))}
 
     assert "trainer.max_steps" in named
-    assert named <= {*schema_keys(), *sections, "benchmark.picture", "benchmark.overrides.lean"}
+    assert named <= {*schema_keys(), *sections, "benchmark.overrides.lean"}
 
 
 def test_every_path_of_the_documents_exists():

@@ -1,7 +1,7 @@
 """The one door of all commands: arguments in; messages and exit codes out.
 
     run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
-    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor, picture
+    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
 
 A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring, which ends
 with a section of examples, is its `--help`. A user's mistake ends it with `error: …` lines instead of a traceback. Exit

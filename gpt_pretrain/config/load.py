@@ -52,7 +52,6 @@ _LATER_KEYS = {
         "expert_tensor_parallel_size": None,
         "ddp_bucket_size": None,
         "tp_comm_overlap": False,
-        "nccl_ub": False,
         "fp8_backend": None,
         "activation_cast_fusion": None,
         "use_flash_attention": None,
@@ -85,6 +84,8 @@ _LATER_KEYS = {
     },
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }
+# Keys of the model that earlier versions saved, and that took no value but false.
+_REMOVED_KEYS = ("nccl_ub", "fp8_multi_head_attention")
 # Sections of every configuration that a run has saved. A user's own file of a few keys lacks some.
 _SAVED_SECTIONS = {"model", "trainer", "checkpoint", "logging", "sample"}
 # Behind an even number of backslashes.
@@ -240,10 +241,15 @@ def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
 
 def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
     values = OmegaConf.to_container(saved, resolve=False)
+    assert isinstance(values, dict)
+    if isinstance(model := values.get("model"), dict):
+        values["model"] = {
+            name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False
+        }
     if many := many_unknown(path for path, _ in flatten(values)):
         return saved, many
     looked_up = list(_interpolations(values))
-    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
+    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), values)
     assert isinstance(whole, DictConfig)
     return whole, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
 

@@ -275,7 +275,6 @@ def forecast_speed(spec: RunSpec, gpu: Gpu) -> SpeedForecast:
             fp8=False,
             fp8_params=False,
             fp8_dot_product_attention=False,
-            fp8_multi_head_attention=False,
             use_distributed_optimizer=uses_distributed_optimizer(model),
         )
     )
