@@ -16,6 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
+from gpt_pretrain.commands.extensions import import_given, import_named
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
@@ -90,7 +92,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     """Reads the command line.
 
     Raises:
-        ConfigError: An unknown option, or options that exclude each other.
+        ConfigError: An unknown option, options that exclude each other, or an extension that cannot be imported.
     """
     parser = get_args_parser()
     parser.exit_on_error = False
@@ -120,9 +122,11 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
-    return Request(
-        options=options, loader=Loader(source), overrides=tuple(map(_with_two_plus_signs, options.overrides))
-    )
+    import_given(options.overrides)
+    loader = Loader(source)
+    if not own.GIVEN:
+        import_named(loader)
+    return Request(options=options, loader=loader, overrides=tuple(map(_with_two_plus_signs, options.overrides)))
 
 
 def _with_two_plus_signs(override: str) -> str:
