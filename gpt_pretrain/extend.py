@@ -6,6 +6,7 @@ it registers what it brings with the functions of this module:
     callback    code that runs at the start, after steps, validations and saves, and at the end
     sink        another place for metrics
     keys        keys of your own, in a group of your own
+    optimizer   a name for model.optim.name
 
 What is registered is checked, shown, stored and refused like the program's own. A name can be registered once. This
 module imports neither torch nor megatron-core, and an extension must not do so while it is imported either: `--help`
@@ -16,7 +17,7 @@ inside your functions.
 import hashlib
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import Enum
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gpt_pretrain.config import own
+from gpt_pretrain.config.choices import OpenChoice, OptimizerName
 from gpt_pretrain.config.errors import RankError, RunError, UserError, reason, show
 from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import TYPE_NAMES, declare_section, schema_keys, schema_sections, section_keys
@@ -33,7 +35,21 @@ from gpt_pretrain.config.values import WrongValue, convert
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Callback", "Config", "Run", "Sink", "UserError", "callback", "keys", "own_keys", "sink"]
+__all__ = [
+    "Callback",
+    "Config",
+    "Run",
+    "Sink",
+    "UserError",
+    "callback",
+    "keys",
+    "optimizer",
+    "own_keys",
+    "sink",
+]
+
+# Keys of `model.optim` that an optimizer may or may not read; all read the others.
+_OPTIM_KEYS = ("betas", "eps", "momentum")
 
 
 class ExtensionError(RankError):
@@ -168,11 +184,14 @@ def sources() -> dict[str, str]:
     }
 
 
-def _register(kind: str, name: str, value: Any) -> None:
-    module = str(value.__module__)
+def _register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
+    """Adds to the registry; `builtin` has the program's own names of the kind."""
     file = str(sys.modules[module].__file__)
     new = Registered(kind=kind, name=name, module=module, file=file, value=value)
-    for other in registered(kind):
+    others = registered(kind)
+    if builtin is not None and name in builtin.__members__ and not any(other.name == name for other in others):
+        raise UserError(f"{new}: this program has its own {kind} of that name; choose another")
+    for other in others:
         if other.name == name:
             raise UserError(f"{new} is already registered: {other}; give one of them another name")
     REGISTERED.append(new)
@@ -188,7 +207,7 @@ def callback[C: type[Callback]](name: str) -> Callable[[C], C]:
         if not any(hook in known and not hook.startswith("_") for each in cls.__mro__[:-2] for hook in vars(each)):
             hooks = ", ".join(hook for hook in known if not hook.startswith("_"))
             raise UserError(f"callback {name!r}: {cls.__name__} overrides none of {hooks}, so it would never run")
-        _register("callback", name, cls)
+        _register("callback", name, cls, cls.__module__)
         return cls
 
     return register
@@ -200,7 +219,7 @@ def sink[S: type[Any]](name: str) -> Callable[[S], S]:
     def register(cls: S) -> S:
         if missing := [method for method in ("write", "close") if not callable(getattr(cls, method, None))]:
             raise UserError(f"sink {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
-        _register("sink", name, cls)
+        _register("sink", name, cls, cls.__module__)
         return cls
 
     return register
@@ -220,7 +239,7 @@ def keys[D: type[Any]](group: str) -> Callable[[D], D]:
         if group not in own.SECTIONS and group in {*schema_keys(), *schema_sections(), *group_names(), "hydra"}:
             raise UserError(f"keys {group!r}: this program has a key or a group of that name; choose another")
         _check_keys(group, cls)
-        _register("keys", group, cls)
+        _register("keys", group, cls, cls.__module__)
         declare_section(group, cls)
         return cls
 
@@ -251,6 +270,57 @@ def _check_keys(group: str, cls: type) -> None:
             convert(default.name if isinstance(default, Enum) else default, key)
         except WrongValue as wrong:
             raise UserError(f"{path}: its default {show(default)} {wrong}") from None
+
+
+type BuildOptimizer = Callable[[list[dict[str, Any]], Config], "torch.optim.Optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnOptimizer:
+    """An optimizer that an extension has registered."""
+
+    build: BuildOptimizer
+    states: tuple[str, ...]
+    reads: tuple[str, ...]
+    elementwise: bool
+
+
+def optimizer(
+    name: str, *, states: Sequence[str], elementwise: bool, reads: Sequence[str] = ()
+) -> Callable[[BuildOptimizer], BuildOptimizer]:
+    """Registers a function that builds a `torch.optim.Optimizer`, as a decorator; `model.optim.name=NAME` chooses it.
+
+    The function gets torch's parameter groups and the whole configuration. Parameters and gradients are fp32; the
+    schedule sets each group's "lr" and "weight_decay" before every step. Before the run builds its model, the optimizer
+    makes trial steps on a small matrix, and is refused if what is said here does not hold.
+
+    The optimizer need not know about skipped updates: its `step` is called for one parameter at a time, and where the
+    loss, a gradient or an FP8 tensor was not finite, the parameter and its states keep their values, without a wait for
+    the device. For that time, a copy of them takes memory.
+
+    Args:
+        name: What `model.optim.name` takes.
+        states: Its tensors in `optimizer.state[parameter]`, of the parameter's shape, fp32, zero at first. They are
+            counted in the plan and saved in checkpoints. "step", if named, is a single number instead.
+        elementwise: Whether a value's update depends on this value, its gradients and states alone. Others need whole
+            matrices and cannot train with a distributed optimizer or tensor parallelism, which cut them.
+        reads: Which of `model.optim.betas`, `eps` and `momentum` it reads; the others are refused on the command line.
+    """
+    if wrong := [key for key in reads if key not in _OPTIM_KEYS]:
+        raise UserError(f"optimizer {name!r}: reads={wrong} is none of {', '.join(_OPTIM_KEYS)}")
+
+    def register(build: BuildOptimizer) -> BuildOptimizer:
+        value = OwnOptimizer(build=build, states=tuple(states), reads=tuple(reads), elementwise=elementwise)
+        _register("optimizer", name, value, build.__module__, builtin=OptimizerName)
+        OptimizerName.add(name)
+        return build
+
+    return register
+
+
+def registered_optimizer(name: OptimizerName) -> Registered | None:
+    """An optimizer of an extension (its `value` is an `OwnOptimizer`); None for one of the program's own."""
+    return next((each for each in registered("optimizer") if each.name == name.name), None)
 
 
 def _is_enum(kind: Any) -> bool:

@@ -13,10 +13,10 @@ KNOWS = {
     # What extensions register: whatever uses it looks it up there.
     "extend": {"config"},
     "launch": {"config"},
-    "run": {"config", "launch", "kernels"},
+    "run": {"config", "extend", "launch", "kernels"},
     "rules": {"config", "launch", "run"},
     "kernels": set(),
-    "megatron": {"config", "launch", "run", "kernels"},
+    "megatron": {"config", "extend", "launch", "run", "kernels"},
     "fp8": {"config", "run", "kernels", "megatron"},
     "data": {"config", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},

@@ -1,9 +1,23 @@
 """One enum for each key of `config.schema` that has choices."""
 
 from enum import Enum
+from typing import Self
 
 AUTO = "auto"
 """The entry of `model.fp8_exclude` that stands for the layers too small to gain by FP8."""
+
+
+class OpenChoice(Enum):
+    """A choice to which extensions add names (`gpt_pretrain.extend`)."""
+
+    @classmethod
+    def add(cls, name: str) -> Self:
+        """A new member after the others, found and listed like them."""
+        member = object.__new__(cls)
+        member._name_ = member._value_ = name
+        cls._member_map_[name] = cls._value2member_map_[name] = member
+        cls._member_names_.append(name)
+        return member
 
 
 class Normalization(Enum):
@@ -147,7 +161,7 @@ class PlanGpu(Enum):
     b200 = "b200"
 
 
-class OptimizerName(Enum):
+class OptimizerName(OpenChoice):
     """Optimizer; `adam` is decoupled (AdamW)."""
 
     adam = "adam"

@@ -24,6 +24,7 @@ from gpt_pretrain.extend import registered, sources
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
+from gpt_pretrain.megatron.own_optimizer import check_own_optimizer
 from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
 from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
@@ -67,6 +68,7 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
         check_ranks_agree({**dict(flatten(config_to_dict(config))), **sources()})
+        check_own_optimizer(config)
 
         # Rank 0 alone holds it.
         held: list[HeldDirectory] = []
