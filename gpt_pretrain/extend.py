@@ -7,6 +7,8 @@ it registers what it brings with the functions of this module:
     sink        another place for metrics
     keys        keys of your own, in a group of your own
     optimizer   a name for model.optim.name
+    data_source a name for model.data.data_impl
+    tokenizer   a name for model.tokenizer.library
 
 What is registered is checked, shown, stored and refused like the program's own. A name can be registered once. This
 module imports neither torch nor megatron-core, and an extension must not do so while it is imported either: `--help`
@@ -25,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gpt_pretrain.config import own
-from gpt_pretrain.config.choices import OpenChoice, OptimizerName
+from gpt_pretrain.config.choices import DataImpl, OpenChoice, OptimizerName, TokenizerLibrary
 from gpt_pretrain.config.errors import RankError, RunError, UserError, reason, show
 from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import TYPE_NAMES, declare_section, schema_keys, schema_sections, section_keys
@@ -33,19 +35,23 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.values import WrongValue, convert
 
 if TYPE_CHECKING:
+    import tokenizers
     import torch
 
 __all__ = [
     "Callback",
     "Config",
+    "DataSource",
     "Run",
     "Sink",
     "UserError",
     "callback",
+    "data_source",
     "keys",
     "optimizer",
     "own_keys",
     "sink",
+    "tokenizer",
 ]
 
 # Keys of `model.optim` that an optimizer may or may not read; all read the others.
@@ -137,6 +143,11 @@ class Registered:
     file: str
     value: Any
 
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, hexadecimal."""
+        return hashlib.sha256(Path(self.file).read_bytes()).hexdigest()
+
     def __str__(self) -> str:
         return f"{self.kind} {self.name!r} of {self.module} ({self.file})"
 
@@ -178,10 +189,7 @@ def registered(kind: str) -> list[Registered]:
 
 def sources() -> dict[str, str]:
     """What was registered, with the SHA-256 of the file that did it, which all ranks must share."""
-    return {
-        f"{each.kind} {each.name!r} of {each.module}": hashlib.sha256(Path(each.file).read_bytes()).hexdigest()[:16]
-        for each in REGISTERED
-    }
+    return {f"{each.kind} {each.name!r} of {each.module}": each.digest for each in REGISTERED}
 
 
 def _register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
@@ -321,6 +329,63 @@ def optimizer(
 def registered_optimizer(name: OptimizerName) -> Registered | None:
     """An optimizer of an extension (its `value` is an `OwnOptimizer`); None for one of the program's own."""
     return next((each for each in registered("optimizer") if each.name == name.name), None)
+
+
+class DataSource(Protocol):
+    """Text in files, made as `cls(config)`; the run tokenizes it once, caches the tokens and splits the documents."""
+
+    files: Sequence[Path]
+    """What `documents` reads, in the order of the corpus; a change of path, size or time makes new tokens."""
+
+    def __init__(self, config: Config) -> None: ...
+
+    def documents(self, path: Path) -> Iterator[str]:
+        """The documents of one file, the same ones in the same order each time."""
+
+    def identity(self) -> Any:
+        """A JSON value of all else that the text depends on, such as keys of your own; a change makes new tokens."""
+
+
+def data_source[S: type[Any]](name: str) -> Callable[[S], S]:
+    """Registers a class with the members of `DataSource`, as a decorator; `model.data.data_impl=NAME` chooses it."""
+
+    def register(cls: S) -> S:
+        if missing := [method for method in ("documents", "identity") if not callable(getattr(cls, method, None))]:
+            raise UserError(f"data_source {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
+        _register("data_source", name, cls, cls.__module__, builtin=DataImpl)
+        DataImpl.add(name)
+        return cls
+
+    return register
+
+
+def registered_source(name: DataImpl) -> Registered | None:
+    """A data source of an extension (its `value` is the class); None for one of the program's own."""
+    return next((each for each in registered("data_source") if each.name == name.name), None)
+
+
+type BuildTokenizer = Callable[[Config], "tokenizers.Tokenizer"]
+
+
+def tokenizer(name: str) -> Callable[[BuildTokenizer], BuildTokenizer]:
+    """Registers a function that makes a `tokenizers.Tokenizer`; `model.tokenizer.library=NAME` chooses it.
+
+    The function gets the whole configuration and makes the same tokenizer each time, however it comes by it. The
+    vocabulary has an end-of-document token such as <|endoftext|>. The run saves it as `tokenizer.json`, from which
+    export and generation read it without the extension's help; a component in Python cannot be saved and is refused.
+    """
+
+    def register(build: BuildTokenizer) -> BuildTokenizer:
+        _register("tokenizer", name, build, build.__module__, builtin=TokenizerLibrary)
+        TokenizerLibrary.add(name)
+        return build
+
+    return register
+
+
+def registered_tokenizer(name: TokenizerLibrary) -> Registered | None:
+    """A tokenizer of an extension (its `value` is the function); None for one of the program's own."""
+    return next((each for each in registered("tokenizer") if each.name == name.name), None)
 
 
 def _is_enum(kind: Any) -> bool:

@@ -14,11 +14,11 @@ KNOWS = {
     "extend": {"config"},
     "launch": {"config"},
     "run": {"config", "extend", "launch", "kernels"},
-    "rules": {"config", "launch", "run"},
+    "rules": {"config", "extend", "launch", "run"},
     "kernels": set(),
     "megatron": {"config", "extend", "launch", "run", "kernels"},
     "fp8": {"config", "run", "kernels", "megatron"},
-    "data": {"config", "launch"},
+    "data": {"config", "extend", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},
     "report": {"config", "extend"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
@@ -46,7 +46,7 @@ KNOWS = {
     "doctor": {"config", "launch", "rules", "run", "megatron", "plan", "training"},
 }
 # What all commands share.
-KNOWS["commands"] = {"config", "extend", "launch", "rules", "megatron"}
+KNOWS["commands"] = {"config", "launch", "rules", "megatron"}
 # What `python -m gpt_pretrain.COMMAND` starts: a module beside the rooms, or a room's `__main__`.
 KNOWS["a command"] = set(KNOWS)
 # Rooms that must answer, or work, where torch is not loaded.

@@ -6,11 +6,11 @@ import sys
 
 import pytest
 
-from gpt_pretrain.commands.extensions import import_given
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.extend import REGISTERED
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.rules.extensions import import_given
 from tests.emulated_training import emulated_training
 from tests.extensions import TINY, run_extended, write_module
 from tests.launching import REPOSITORY

@@ -16,8 +16,6 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
-from gpt_pretrain.commands.extensions import import_given, import_named
-from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
@@ -36,6 +34,7 @@ from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.gate import Job, check_command
 
 # Hydra's option that is not supported, and never offered.
@@ -122,10 +121,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
-    import_given(options.overrides)
-    loader = Loader(source)
-    if not own.GIVEN:
-        import_named(loader)
+    loader = extended_loader(options.overrides, source)
     return Request(options=options, loader=loader, overrides=tuple(map(_with_two_plus_signs, options.overrides)))
 
 

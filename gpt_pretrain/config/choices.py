@@ -202,7 +202,7 @@ class WsdDecay(Enum):
     minus_sqrt = "minus_sqrt"
 
 
-class DataImpl(Enum):
+class DataImpl(OpenChoice):
     """Where tokens come from: indexed files, the user's text, Python's standard library, or random tokens."""
 
     mmap = "mmap"
@@ -221,7 +221,7 @@ class DataImpl(Enum):
         return self in (DataImpl.mmap, DataImpl.mock)
 
 
-class TokenizerLibrary(Enum):
+class TokenizerLibrary(OpenChoice):
     """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as given."""
 
     bpe = "bpe"

@@ -1,7 +1,7 @@
 """What extensions add to the configuration: their names, and groups of keys beside the schema's.
 
 `gpt_pretrain.extend` fills it while extensions are imported, before anything is composed or checked. Nothing here
-imports them: `commands.extensions` does.
+imports them: `rules.extensions` does.
 """
 
 from collections.abc import Sequence

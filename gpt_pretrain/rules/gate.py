@@ -151,7 +151,7 @@ def _read_job(
         config, wrong = read_config(default_run_dir(task), origins=files, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
-    if config is not None and config.extensions != own.LOADED:
+    if config is not None and not set(own.LOADED).issuperset(config.extensions):
         problems.append(_not_loaded(config.extensions, origins.get("extensions")))
     # A key that a file misspells is also in the composed configuration.
     named = {problem.partition(": ")[2] for problem in problems}
@@ -309,9 +309,11 @@ def read_job(composed: DictConfig) -> Config:
     """The configuration of a job that Hydra started after the gate let it pass.
 
     Raises:
-        ConfigError: A YAML file was changed in between, and it is now wrong.
+        ConfigError: A YAML file was changed in between, and it is now wrong; or one drops an imported extension.
     """
     config, problems = read_config(default_run_dir(composed))
     if config is None:
         raise ConfigError(problems)
+    if config.extensions != own.LOADED:
+        raise ConfigError([_not_loaded(config.extensions, None)])
     return config

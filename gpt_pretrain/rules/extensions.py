@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from hydra.errors import HydraException
 from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
-from gpt_pretrain.config.source import Loader
+from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.extend import REGISTERED, where
 
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
@@ -38,19 +38,22 @@ def import_given(overrides: Sequence[str]) -> None:
     if own.GIVEN:
         # As in Hydra, the last one counts.
         line = own.GIVEN[-1]
-        _import_all(_names(line, _value_of(line)), line)
+        import_extensions(_value_of(line), line)
 
 
-def import_named(loader: Loader) -> None:
-    """Imports what the primary file names.
+def extended_loader(overrides: Sequence[str], source: Source) -> Loader:
+    """The loader of a command line, once its extensions are imported: those of the primary file, if it names none.
 
     Raises:
-        ConfigError: Everything that is wrong with a module, with its file and line.
+        ConfigError: A file or a folder is missing, or everything that is wrong with a module.
     """
-    found = loader.primary_extensions()
+    import_given(overrides)
+    loader = Loader(source)
+    found = None if own.GIVEN else loader.primary_extensions()
     if found is not None:
         origin = f"extensions of --config-name={loader.source.config_name}"
-        _import_all(_names(origin, found), origin)
+        import_extensions(found, origin)
+    return loader
 
 
 def _value_of(line: str) -> Any:
@@ -71,9 +74,14 @@ def _names(origin: str, value: Any) -> list[str]:
     return value
 
 
-def _import_all(names: Iterable[str], origin: str) -> None:
-    """Imports modules as extensions; `origin` says in messages who named them."""
-    for name in names:
+def import_extensions(names: Any, origin: str) -> None:
+    """Imports a list of modules as extensions; `origin` says in messages who named them.
+
+    Raises:
+        ConfigError: Everything that is wrong with a module, with its file and line.
+    """
+    own.LOADED[:] = []
+    for name in _names(origin, names):
         _import(name, origin)
         own.LOADED.append(name)
 
