@@ -10,19 +10,33 @@ PACKAGE = Path(__file__).parents[1] / "gpt_pretrain"
 # What each room knows beside itself. `report` works on what a run leaves on disk, so it knows no live room.
 KNOWS = {
     "config": set(),
+    # What extensions register: whatever uses it looks it up there.
+    "extend": {"config"},
     "launch": {"config"},
-    "run": {"config", "launch", "kernels"},
-    "rules": {"config", "launch", "run"},
+    "run": {"config", "extend", "launch", "kernels"},
+    "rules": {"config", "extend", "launch", "run"},
     "kernels": set(),
-    "megatron": {"config", "launch", "run", "kernels"},
+    "megatron": {"config", "extend", "launch", "run", "kernels"},
     "fp8": {"config", "run", "kernels", "megatron"},
-    "data": {"config", "launch"},
+    "data": {"config", "extend", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},
-    "report": {"config"},
+    "report": {"config", "extend"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "launch", "rules", "run", "kernels", "megatron", "fp8"},
     # A run that could not fit by the plan does not start.
-    "training": {"config", "launch", "rules", "run", "megatron", "fp8", "plan", "data", "checkpoint", "report"},
+    "training": {
+        "config",
+        "extend",
+        "launch",
+        "rules",
+        "run",
+        "megatron",
+        "fp8",
+        "plan",
+        "data",
+        "checkpoint",
+        "report",
+    },
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "launch", "rules", "run", "megatron", "data", "checkpoint"},
     "benchmark": {"config", "launch", "rules", "run", "megatron", "fp8", "plan", "report", "training"},
@@ -56,6 +70,8 @@ def imported_modules(path, package):
 
 def room_of(path, package):
     place = path.relative_to(package)
+    if place.as_posix() == "extend.py":
+        return "extend"
     is_command = len(place.parts) == 1 or place.name == "__main__.py"
     return "a command" if is_command else place.parts[0]
 

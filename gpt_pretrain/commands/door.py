@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
-from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, visible
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, visible
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import limit_met, path_refused, prepare_libraries
@@ -182,6 +182,10 @@ def run_with_arguments[Arguments](
             print_help(doc, section_keys(kind), defaults_of(kind))
             return None
         chosen = read_arguments(kind, given, plain)
+        if names := getattr(chosen, "extensions", []):
+            from gpt_pretrain.rules.extensions import import_extensions
+
+            import_extensions(names, list_argument("extensions", names))
         prepare_libraries()
         with ended_by_signals():
             return command(chosen)

@@ -16,7 +16,7 @@ from enum import Enum
 from functools import cache
 from operator import attrgetter
 
-from gpt_pretrain.config import choices, schema
+from gpt_pretrain.config import choices, own, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
@@ -185,13 +185,20 @@ def section_keys(section: type) -> dict[str, Key]:
 @cache
 def schema_keys() -> dict[str, Key]:
     """Every value of the configuration by its dotted key, in the schema's order."""
-    return section_keys(schema.Config)
+    return section_keys(own.config_class())
 
 
 @cache
 def schema_sections() -> dict[str, type]:
     """Every section ("model", "model.optim", …) and its dataclass."""
-    return {path: entry for path, entry in _walk(schema.Config, "") if isinstance(entry, type)}
+    return {path: entry for path, entry in _walk(own.config_class(), "") if isinstance(entry, type)}
+
+
+def declare_section(group: str, section: type) -> None:
+    """Adds an extension's group of keys to the schema; what was read from the schema before is read again."""
+    own.SECTIONS[group] = section
+    for cached in (own.config_class, schema_keys, schema_sections):
+        cached.cache_clear()
 
 
 def is_known(path: str) -> bool:

@@ -494,6 +494,9 @@ class Config:
     run_dir: str | None
     """Directory that the run writes to; an existing one is resumed (see checkpoint.resume); null:
     outputs/DATE/TIME_NAME."""
+    extensions: list[str]
+    """Your modules to import before anything is checked, in this order: what they register joins the run. Give it on
+    the command line or in the file of --config-name; no other file may."""
     model: ModelConfig
     trainer: TrainerConfig
     checkpoint: CheckpointConfig
