@@ -270,6 +270,11 @@ def test_keys_of_an_extension_are_checked_like_ours(given, parts, lab):
     assert all(part in told for part in parts)
 
 
+def test_a_key_of_an_extension_that_is_not_named_says_so(lab):
+    told = refused(run_extended(lab, "--cfg", "job", "my_lab.beta=0.5"))
+    assert all(part in told for part in ("my_lab.beta", "extensions=["))
+
+
 def test_ranks_that_register_other_things_do_not_train_together(tmp_path):
     source = CALLBACK.format(name="a", hook="end", body="pass").replace('"a"', '"a" + os.environ["RANK"]')
     write_module(tmp_path, f"    import os\n{source}")

@@ -304,4 +304,9 @@ def unknown_key(path: str, more: Iterable[str] = ()) -> str:
     unsupported = UNSUPPORTED.get(path.rpartition(".")[2].lower())
     if unsupported is not None:
         return f"{path} is not {what}: {unsupported}"
+    group = path.partition(".")[0]
+    parts = {part for key in schema_keys() for part in key.split(".")[:-1]}
+    of_nobody = "." in path and group not in {*parts, *more} and nearest_name(group, parts) is None
+    if of_nobody and not own.LOADED and key_named(path) is None:
+        return f"{path} is not {what}; if an extension of yours declares it, name that with extensions=[MODULE]"
     return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"
