@@ -14,7 +14,7 @@ Examples:
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
@@ -54,6 +54,8 @@ class ExportArguments:
     """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
     max_shard_gib: float = 5.0
     """Most GiB of weights in one file."""
+    extensions: list[str] = field(default_factory=list)
+    """Modules that the checkpoint's run had as extensions: [my_lab.optimizers]."""
 
 
 def export(arguments: ExportArguments) -> None:

@@ -13,7 +13,7 @@ Examples:
 
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from gpt_pretrain.commands.door import importing_torch, run_with_arguments
 from gpt_pretrain.config.errors import ConfigError, UserError, visible
@@ -40,6 +40,8 @@ class GenerateArguments:
     """Continuations of the same prompt."""
     tokenizer: str | None = None
     """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
+    extensions: list[str] = field(default_factory=list)
+    """Modules that the checkpoint's run had as extensions: [my_lab.optimizers]."""
 
 
 def _problems(arguments: GenerateArguments) -> Iterator[str]:
@@ -63,7 +65,8 @@ def generate(arguments: GenerateArguments) -> None:
     with importing_torch():
         from gpt_pretrain.training.generation import continuations
 
-    for number, text in enumerate(continuations(**asdict(arguments))):
+    asked = {name: value for name, value in asdict(arguments).items() if name != "extensions"}
+    for number, text in enumerate(continuations(**asked)):
         if arguments.num_samples > 1:
             sys.stdout.write(f"--- sample {number + 1} of {arguments.num_samples}\n")
         continued = f"{arguments.prompt}{text}\n"

@@ -14,7 +14,6 @@ from torch.distributed import distributed_c10d
 
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
@@ -30,6 +29,7 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.training.step import (
     StepResult,
     compute_gradients,

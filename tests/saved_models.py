@@ -9,7 +9,6 @@ import torch
 
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
@@ -19,6 +18,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.rules.gate import load_config
 
 # Presets made small; otherwise they are what conf/model says.

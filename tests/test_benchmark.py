@@ -28,10 +28,8 @@ from gpt_pretrain.benchmark.document import (
     write_documents,
 )
 from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
-from gpt_pretrain.benchmark.picture import main as picture_main
 from gpt_pretrain.benchmark.results import (
     IDLE,
-    KINDS,
     Forecast,
     GemmCeiling,
     Kernel,
@@ -470,7 +468,6 @@ def test_kernels_are_those_of_the_device_the_longest_first():
 )
 def test_a_kernels_name_tells_what_it_does(name, kind):
     assert kernel_kind(name) == kind
-    assert kind in KINDS
 
 
 def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
@@ -502,41 +499,6 @@ def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
 def test_the_times_of_a_step_have_no_exponents():
     parts = [Part(kind="BF16 products", time_ms=1249.4), Part(kind=IDLE, time_ms=0.5)]
     assert table_of_parts(parts)[1] == [["BF16 products", "1,249", "100.0%"], [IDLE, "0.5", "0.0%"]]
-
-
-def test_a_picture_shows_the_steps_of_all_variants_that_were_profiled(tmp_path, capsys):
-    source, picture = tmp_path / "benchmark.json", tmp_path / "step.svg"
-
-    def row(name, *parts):
-        return {"name": name, "figures": {"parts": [{"kind": kind, "time_ms": time} for kind, time in parts]}}
-
-    failed = {"name": "failed", "figures": None}
-    long = "fp8=tensorwise model.fp8_params=true model.use_distributed_optimizer=true"
-    rows = [row("bf16", ("BF16 products", 30.0)), failed, row(long, ("FP8 products", 16.0), (IDLE, 0.25))]
-    source.write_text(json.dumps({"variants": rows}))
-    assert picture_main([str(source), str(picture)]) == 0
-    drawn = picture.read_text()
-    # Text is drawn as outlines whose comments say what it is; a part too narrow has no number.
-    assert all(f"<!-- {text} -->" in drawn for text in ("bf16", "FP8 products", IDLE, "30", "16"))
-    # A long name is cut between its overrides.
-    assert all(f"<!-- {override} -->" in drawn for override in long.split())
-    assert "<!-- failed -->" not in drawn
-    assert capsys.readouterr().out == f"written: {picture}\n"
-
-    source.write_text(json.dumps({"variants": [row("cpu")]}))
-    assert picture_main([str(source), str(picture)]) == 2
-    assert "benchmark.profile=true" in capsys.readouterr().err
-    # A kind that the picture does not know would be missing from its bar.
-    unknown = json.dumps({"variants": [row("bf16", ("BF16 products", 30.0), ("magic", 9.0))]})
-    for other in ("{}", "no JSON", "[1]", '{"variants": [{"name": "bf16", "figures": {}}]}', unknown):
-        source.write_text(other)
-        assert picture_main([str(source), str(picture)]) == 2
-        told = capsys.readouterr().err
-        assert told.startswith(f"error: {source} ")
-        assert "RUN_DIR/benchmark.json of a benchmark with benchmark.profile=true" in told
-    source.write_text(json.dumps({"variants": rows}))
-    assert picture_main([str(source), str(tmp_path / "step.doc")]) == 2
-    assert "Format 'doc' is not supported" in capsys.readouterr().err
 
 
 def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):

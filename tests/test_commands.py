@@ -26,7 +26,6 @@ OF_THEIR_OWN = (
     "gpt_pretrain.generate",
     "gpt_pretrain.checkpoint",
     "gpt_pretrain.doctor",
-    "gpt_pretrain.benchmark.picture",
 )
 
 
@@ -180,7 +179,6 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
         "gpt_pretrain.checkpoint.__main__ list {}",
         "gpt_pretrain.checkpoint.__main__ verify {}",
         "gpt_pretrain.import_hf path={} out=out",
-        "gpt_pretrain.benchmark.picture path={} out=out.png",
     ],
 )
 @pytest.mark.parametrize("path", ["x" * 300, "file/x", "circle/x"])

@@ -309,7 +309,18 @@ def test_a_users_file_of_that_name_is_still_hidden(text, my_conf):
 def test_config_path_replaces_conf(my_conf):
     folder = my_conf(config="name: alone\n")
     found = problems("--config-path", str(folder))
-    sections = ("run_dir", "model", "trainer", "checkpoint", "logging", "sample", "plan", "benchmark", "compare")
+    sections = (
+        "run_dir",
+        "extensions",
+        "model",
+        "trainer",
+        "checkpoint",
+        "logging",
+        "sample",
+        "plan",
+        "benchmark",
+        "compare",
+    )
     assert_names(found, *sections)
 
 

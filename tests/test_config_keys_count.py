@@ -64,6 +64,7 @@ TRANSLATED = {
 }
 # Read only where something goes wrong, or at a resume: the same command starts a run and goes on with it.
 EXCEPTIONS = {
+    "extensions": "read before the configuration is composed",
     "checkpoint.on_save_error": "read where a save has failed",
     "checkpoint.fall_back": "read where there are checkpoints",
     "checkpoint.allow_data_change": "read where there is a checkpoint",

@@ -86,14 +86,3 @@ def test_tensor_parallel_overlap_stays_within_a_node():
     assert broken_rules([OVERLAP, *TP2_SP.split(), "fp8=delayed"], 4, per_node=2) == []
     (problem,) = broken_rules([OVERLAP, *TP2_SP.split()], 2, per_node=1)
     check_told(problem, [OVERLAP, "1", "model.tensor_model_parallel_size=2"], [["model.tp_comm_overlap=false"]])
-
-
-def test_registered_buffers_of_nccl_are_refused_with_the_reason():
-    asked = "model.nccl_ub=true"
-    row = Refused(
-        f"{asked} parallelism=dp model.global_batch_size=16",
-        told=f"{asked} NCCL_NVLS_ENABLE=1",
-        offers="model.nccl_ub=false",
-        world_size=2,
-    )
-    check_refused(row)

@@ -158,7 +158,7 @@ def test_values_of_other_codes_are_answered_with_a_way_out(path, value):
         ("model.num_heads", "model.num_attention_heads"),
         ("max_steps", "trainer.max_steps"),
         ("model.data.prefix", "model.data.data_prefix"),
-        ("checkpoint.save_every", "checkpoint.save_interval"),
+        ("checkpoint.save_steps", "checkpoint.save_interval"),
         ("model.fp8_param", "model.fp8_params"),
         ("model.fp8_param_gather", "model.fp8_params"),
         ("model.fp8_amax_history", "model.fp8_amax_history_len"),
@@ -196,6 +196,16 @@ def test_what_the_first_version_has_saved_is_read_as_its_model():
     assert saved.checkpoint == load_config(["checkpoint.save_interval_minutes=null"]).checkpoint
     assert saved.trainer == load_config(["trainer.max_steps=2", "trainer.limit_val_batches=0"]).trainer
     assert saved.logging == load_config(["logging.fp8_proof_interval=null"]).logging
+
+
+def test_a_removed_key_is_read_with_the_only_value_that_it_took(tmp_path):
+    config, path = load_config([]), tmp_path / "config.yaml"
+    saved = config_to_yaml(config).replace("model:\n", "model:\n  nccl_ub: false\n", 1)
+    path.write_text(saved)
+    assert load_saved_config(path) == config
+    path.write_text(saved.replace("nccl_ub: false", "nccl_ub: true"))
+    with pytest.raises(ConfigError, match=r"model\.nccl_ub"):
+        load_saved_config(path)
 
 
 def test_values_are_typed():

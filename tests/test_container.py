@@ -27,10 +27,10 @@ from packaging.utils import canonicalize_name
 from tests.launching import REPOSITORY
 
 # What the stand-in for the base lacks, and what it has too old.
-MISSING = ("antlr4-python3-runtime", "hydra-core", "matplotlib", "megatron-core", "omegaconf", "plotext", "tokenizers")
+MISSING = ("antlr4-python3-runtime", "hydra-core", "megatron-core", "omegaconf", "plotext", "tokenizers", "torchao")
 TOO_OLD = "safetensors"
-# The extra that is asked for when its commands are carried out: it needs the matplotlib that is missing.
-EXTRA = "plot"
+# The extra that is asked for when its commands are carried out: it needs the torchao that is missing.
+EXTRA = "torchao"
 
 
 def parse_dockerfile():
@@ -150,8 +150,7 @@ def build(tmp_path_factory):
     for name in {*MISSING, TOO_OLD, *with_requirements("hatchling")}:
         pack_wheel(name, wheels)
     hidden = set()
-    # Of the extras of this environment, the image asks for its own alone.
-    for name in (*MISSING, TOO_OLD, "torchao"):
+    for name in (*MISSING, TOO_OLD):
         hidden |= {file.parts[0] for file in importlib.metadata.distribution(name).files}
     for entry in Path(sysconfig.get_path("purelib")).iterdir():
         if entry.name not in hidden and not entry.name.startswith("gpt_pretrain-"):
@@ -206,7 +205,7 @@ def test_the_commands_install_beside_the_base(build):
         assert done.returncode == 0, done.stdout + done.stderr
     there = {path.name for path in build.packages.iterdir()}
     assert {"megatron", "hydra", "omegaconf", "gpt_pretrain", "tokenizers"} <= there
-    assert "matplotlib" in there, "what the extra needs"
+    assert "torchao" in there, "what the extra needs"
     assert not {"torch", "numpy", "pyarrow", "rich"} & there, "what the base has is not installed again"
     assert "safetensors" in there, "what the base has too old is"
     assert (build.packages / "gpt_pretrain" / "conf" / "config.yaml").is_file()

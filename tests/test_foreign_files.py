@@ -6,7 +6,6 @@ import re
 import pytest
 
 from gpt_pretrain.__main__ import main as train
-from gpt_pretrain.benchmark.picture import main as picture
 from gpt_pretrain.checkpoint.manifest import MANIFEST, read_manifest
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import read_foreign_text
@@ -63,8 +62,6 @@ def test_a_hostile_file_is_told_in_a_line_by_who_reads_it(kind, tmp_path, capsys
     line, *rest = told_by(import_hf, [f"path={tmp_path}", f"out={tmp_path}/out"], capsys)
     assert str(config) in line
     assert len(rest) <= 12, "a line for each field that is missing"
-    (line, *_) = told_by(picture, [f"path={manifest}", f"out={tmp_path}/out.png"], capsys)
-    assert str(manifest) in line
 
 
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "not UTF-8"])

@@ -8,8 +8,8 @@ import torch
 
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.proofs import Proofs
-from gpt_pretrain.training.step import Meter
 from gpt_pretrain.training.watchdog import Watchdog
 from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import fork_ranks

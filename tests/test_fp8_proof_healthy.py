@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from gpt_pretrain.megatron.stored_weights import StoredWeight
+from gpt_pretrain.report.metrics_file import load_metrics
 from tests.emulated_training import Training, emulate, emulated_training
+from tests.forked_runs import fork_ranks
+from tests.runs import small_run_arguments
 from tests.sabotages import prove
 from tests.stored_weights import STORED
 
@@ -105,3 +108,16 @@ def test_a_healthy_run_passes(case: str, recipe: str) -> None:
         for number in range(3):
             told += prove(training, step=number).warnings
     assert [warning for warning in told if not (may_be_exact and "changed by rounding" in warning)] == []
+
+
+@pytest.mark.parametrize("layout", ["dp", "tp2_sp"])
+def test_the_step_after_a_validation_is_proven_on_several_ranks(layout, tmp_path, cache_dir):
+    """Each rank's histories begin the step with the amaxes of the samples that it has validated."""
+    run = ["fp8=delayed", "model.fp8_emulate=true", f"parallelism={layout}", "logging.fp8_proof_interval=1"]
+    validations = ["trainer.val_check_interval=2", "trainer.limit_val_batches=4", "trainer.max_steps=8"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, [*run, *validations, "model.hidden_size=64"])
+    done = fork_ranks(2, arguments)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert [(proof.step, proof.warnings) for proof in load_metrics(tmp_path / "run").fp8_proofs] == [
+        (step, ()) for step in range(1, 9)
+    ]

@@ -109,11 +109,6 @@ WRONG = {
         told="model.fp8_dot_product_attention=true model.fp8_recipe=tensorwise",
         offers="model.fp8_dot_product_attention=false",
     ),
-    "attention's tensors": Refused(
-        f"{TENSORWISE} model.fp8_multi_head_attention=true",
-        told="model.fp8_multi_head_attention=true",
-        offers="model.fp8_multi_head_attention=false",
-    ),
     "layers of Transformer Engine, on hardware": Refused(
         "fp8=torchao_rowwise model.transformer_engine=true",
         told="model.fp8_backend=torchao model.transformer_engine=true",
@@ -233,21 +228,11 @@ def test_an_engine_that_does_not_exist_is_answered_with_those_that_do():
     check_told(problem, ["model.fp8_backend='torch_ao'", "transformer_engine", "torchao", "null"])
 
 
-# Keys of NeMo-Automodel and torchtitan, and what the answer names.
+# Keys of torchtitan, and what the answer names.
 FOREIGN = {
-    "++fp8.enabled=true": "model.fp8",
-    "++fp8.recipe_name=tensorwise": "model.fp8_recipe",
     "++fp8.filter_fqns=[lm_head]": "model.fp8_exclude",
-    "++fp8.emulate=true": "model.fp8_emulate",
     "++fp8.enable_fsdp_float8_all_gather=true": "model.fp8_params",
-    "++fp8.enable_fsdp_fp8_all_gather=true": "model.fp8_params",
     "++fp8.precompute_float8_dynamic_scale_for_fsdp=true": "model.fp8_params=true",
-    "++fp8.precompute_fp8_dynamic_scale_for_fsdp=true": "model.fp8_params=true",
-    "++fp8.force_recompute_fp8_weight_in_bwd=true": "no effect in TorchAO",
-    **{
-        f"++compile.{name}": "leave it out"
-        for name in ("enabled=true", "mode=default", "fullgraph=false", "dynamic=false")
-    },
 }
 
 

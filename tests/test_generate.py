@@ -27,7 +27,10 @@ def llama(tmp_path_factory):
 
 
 def texts(path, **arguments):
-    return list(continuations(**asdict(GenerateArguments(checkpoint=str(path), prompt=PROMPT, **arguments))))
+    given = asdict(GenerateArguments(checkpoint=str(path), prompt=PROMPT, **arguments))
+    # The command imports them before.
+    del given["extensions"]
+    return list(continuations(**given))
 
 
 def greedy_by_transformers(hf, num_tokens):

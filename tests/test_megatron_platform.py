@@ -20,7 +20,7 @@ from tests.refusals import Refused, Rules, check_refused, check_told, compose_qu
 
 GPU_WITHOUT_TE, GPU = H200_WITHOUT_TE, H200
 GPU_WITH_BROKEN_TE = replace(GPU_WITHOUT_TE, transformer_engine_problem="OSError: libcublas.so.13 is missing")
-APEX = {"apex_layer_norm": True, "apex_optimizer": True, "apex_softmax": True, "apex_weight_gradient": True}
+APEX = {"apex_layer_norm": True, "apex_softmax": True, "apex_weight_gradient": True}
 GPU_WITH_APEX = replace(GPU, **APEX)
 APEX_WITHOUT_TE = replace(GPU_WITHOUT_TE, **APEX)
 
@@ -380,7 +380,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
             "megatron-core local",
             "bias_activation_fusion, bias_dropout_add_fusion, torch_attention, fused_single_qkv_rope, "
             "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_fusion_impl (linear)",
-            "layer norm, optimizer, softmax, weight gradient",
+            "layer norm, softmax, weight gradient",
         ),
     ],
 )

@@ -310,11 +310,6 @@ ROWS = [
         transformer={"fp8_dot_product_attention": True},
     ),
     Row(
-        override="model.fp8_multi_head_attention=true",
-        context=(FP8,),
-        transformer={"fp8_multi_head_attention": True},
-    ),
-    Row(
         override=KEPT,
         context=(FP8, TENSORWISE),
         transformer={
@@ -418,7 +413,6 @@ ELSEWHERE = {
     ),
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
-    "rules/model.py": ("model.nccl_ub",),
     "run/fp8.py": ("model.fp8_backend", "model.moe_grouped_kernel"),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),

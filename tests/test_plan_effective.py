@@ -38,7 +38,6 @@ CHANGES = [
     ("model.fp8_wgrad=false", FP8),
     ("model.fp8_params=true", FP8),
     ("model.fp8_dot_product_attention=true", FP8),
-    ("model.fp8_multi_head_attention=true", FP8),
     ("model.num_layers_at_start_in_bf16=2", (*TENSORWISE, "model.first_last_layers_bf16=true")),
     ("model.num_layers_at_end_in_bf16=2", (*TENSORWISE, "model.first_last_layers_bf16=true")),
     ("model.fp8_exclude=['*.linear_fc2']", FP8),

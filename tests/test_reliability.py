@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.training.watchdog import EXIT_CODE, LEARNING_STEPS, STEP_FACTOR, STEP_FLOOR_S
-from tests.test_repository import configuration_keys
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "reliability.md").read_text()
@@ -39,7 +39,7 @@ def test_the_keys_and_numbers_that_it_names_are_those_of_the_program():
     named = set(re.findall(r"`((?:model|trainer|checkpoint)(?:\.\w+)+)`", DOCUMENT))
     (watchdog,) = re.findall(r"^## The watchdog$(.*?)^## ", DOCUMENT, flags=re.MULTILINE | re.DOTALL)
 
-    assert {"trainer.hang_timeout", "checkpoint.fall_back"} <= named <= configuration_keys()
+    assert {"trainer.hang_timeout", "checkpoint.fall_back"} <= named <= schema_keys().keys()
     assert STEP_FACTOR == 10
     for number in (f"code {EXIT_CODE}", f"{LEARNING_STEPS} steps", "ten times", f"{STEP_FLOOR_S:.0f} s"):
         assert number in " ".join(watchdog.split()), number

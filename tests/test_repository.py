@@ -8,15 +8,11 @@ import subprocess
 import sys
 import tomllib
 import zipfile
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import get_args, get_type_hints
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from gpt_pretrain.config.schema import Config
 
 ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -26,16 +22,6 @@ MIB = 1 << 20
 def pins():
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)
-
-
-def configuration_keys(node=Config, prefix=""):
-    keys = set()
-    for name, hint in get_type_hints(node).items():
-        keys.add(prefix + name)
-        for kind in get_args(hint) or (hint,):
-            if is_dataclass(kind):
-                keys |= configuration_keys(kind, f"{prefix}{name}.")
-    return keys
 
 
 def install(venv, path, **environment):
@@ -206,8 +192,3 @@ def test_a_failed_installation_shows_the_end_of_its_log(tmp_path, path_without_p
     assert not (tmp_path / "venv" / ".installed").exists()
     # The next one starts over.
     assert (tmp_path / "venv" / ".installing").exists()
-
-
-def test_dataclass_keys_are_walked_to_the_leaves():
-    assert {"model.data.text_files", "model.optim.sched.name", "trainer.max_steps"} <= configuration_keys()
-    assert len(configuration_keys()) > len(fields(Config))

@@ -139,11 +139,6 @@ COMMANDS = {
         f"runs=[{run_dir / 'compare.json'}]",
         f"run_dir={run_dir.parent / 'compared'}",
     ],
-    "picture": lambda run_dir, _: [
-        *_module("benchmark.picture"),
-        str(run_dir / "compare.json"),
-        str(run_dir.parent / "step.svg"),
-    ],
     "import_hf": _import,
 }
 OF_CHECKPOINTS = ("resume", "init_from", "export", "generate", "list", "verify", "plan", "compare")
@@ -212,7 +207,7 @@ FILES = {
     "safetensors": (in_place("model.safetensors"), ("import_hf",)),
     "safetensors' index": (in_place("model.safetensors.index.json"), ("import_hf",)),
     "pytorch_model.bin": (in_place("pytorch_model.bin"), ("import_hf",)),
-    "a comparison or a benchmark": (in_place("compare.json"), ("compare files", "picture")),
+    "a comparison or a benchmark": (in_place("compare.json"), ("compare files",)),
 }
 
 

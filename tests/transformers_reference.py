@@ -17,7 +17,6 @@ import transformers
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
 
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.features.resolve import detect_platform
@@ -28,6 +27,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.training.step import StepResult, mean_loss, train_step
 from tests.platforms import spec_of

@@ -43,7 +43,8 @@ from gpt_pretrain.megatron.parallel import process_groups, user_buffers
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.run_spec import RunSpec
-from gpt_pretrain.training.step import mean_loss, memory_gib
+from gpt_pretrain.training.meter import memory_gib
+from gpt_pretrain.training.step import mean_loss
 
 
 def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:

@@ -28,7 +28,6 @@ _PATTERNS = {
     "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
 }
 _COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
-KINDS = (*_PATTERNS, OTHER, IDLE)
 
 MFU_FORMULA = "TFLOP/s × (FP8 share ÷ FP8 ceiling + the rest ÷ ceiling of the parameters' type)"
 
@@ -77,7 +76,7 @@ class Part(JsonObject):
     """A part of a profiled GPU step: all kernels of a kind, or the time without any."""
 
     kind: str
-    """One of `KINDS`."""
+    """A kind of `_PATTERNS`, `OTHER` or `IDLE`."""
     time_ms: float
     """Per step; of overlapping kernels each counts."""
 
@@ -197,7 +196,7 @@ class Row(JsonObject):
 
 
 def kernel_kind(name: str) -> str:
-    """One of `KINDS`; unknown kernels are elementwise or reductions: norms, activations, the loss."""
+    """A kind of `_PATTERNS`, or `OTHER`: kernels without a pattern are norms, activations, the loss."""
     return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
 
 

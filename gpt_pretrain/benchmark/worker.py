@@ -26,6 +26,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.gate import load_config
 
 TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
@@ -51,6 +52,8 @@ class Task:
         """The run's configuration."""
         config_dir = None if self.config_dir is None else Path(self.config_dir)
         source = Source(config_name=self.config_name, config_path=Path(self.config_path), config_dir=config_dir)
+        # A process of its own: it imports what the benchmark's did.
+        extended_loader(self.overrides, source)
         return load_config(self.overrides, source)
 
 

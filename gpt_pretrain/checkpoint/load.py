@@ -39,7 +39,6 @@ from gpt_pretrain.checkpoint.state import (
     EXTRA_STATE,
     FP8_DIGESTS,
     RANDOM_STATES,
-    Trainable,
     architecture,
     chunks_by_name,
     differences,
@@ -61,6 +60,7 @@ from gpt_pretrain.megatron.optimizer_state import (
 from gpt_pretrain.megatron.parallel import on_rank_zero, seed_dropout
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
+from gpt_pretrain.megatron.trainable import Trainable
 
 _PROBLEMS_SHOWN = 5
 _KEYS_SHOWN = 20

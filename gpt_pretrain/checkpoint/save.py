@@ -48,7 +48,6 @@ from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     FP8_DIGESTS,
     METADATA,
-    Trainable,
     architecture,
     describe_fp8_state,
     layout,
@@ -57,8 +56,9 @@ from gpt_pretrain.checkpoint.state import (
 from gpt_pretrain.checkpoint.writing import HostBuffer, Item, SaveProblem, Share, write_checkpoint
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.fp8.delayed import state_digests
+from gpt_pretrain.fp8.delayed import join_present_amaxes, state_digests
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.trainable import Trainable
 
 # Why a run should not write to its directory, or None.
 type PlaceProblem = Callable[[], str | None]
@@ -97,11 +97,14 @@ class _Strategy(TorchDistSaveShardedStrategy):  # type: ignore[misc]  # megatron
 
 def _plan_share(trainable: Trainable, path: Path) -> Share:
     """What this rank writes of a checkpoint at a path; every rank calls it. The tensors are the run's own."""
+    spec = trainable.model.spec
+    keeps_history = spec.fp8 is not None and spec.fp8.recipe.keeps_history
+    if keeps_history:
+        join_present_amaxes(trainable.model.gpt_chunks)
     state = sharded_state(trainable, is_loading=False)
     # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
-    spec = trainable.model.spec
-    if spec.fp8 is not None and spec.fp8.recipe.keeps_history:
+    if keeps_history:
         state[FP8_DIGESTS] = state_digests(trainable.model.gpt_chunks, {linear.module for linear in spec.linears})
     sharded, common = save_preprocess(state)
     sharded[COMMON_STATE] = ShardedObject(

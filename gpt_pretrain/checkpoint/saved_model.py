@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import COMMON_STATE, FORMAT, METADATA
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
@@ -74,6 +75,8 @@ def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     """
     path = path.absolute()
     manifest = read_manifest(path)
+    if missing := own.missing_problem(manifest.config.get("extensions")):
+        raise UserError(f"{path} was saved with {missing}")
     config, problems = read_saved_config(OmegaConf.create(dict(manifest.config)))
     if config is None:
         listed = "; ".join(problems)

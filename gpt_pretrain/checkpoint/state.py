@@ -12,7 +12,6 @@ import importlib.metadata
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +20,6 @@ import torch
 from megatron.core import tensor_parallel
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.mapping import ShardedObject
-from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from megatron.core.transformer import TransformerConfig
 
@@ -40,6 +37,7 @@ from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer_state import sharded_optimizer_state
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.run.fp8 import Fp8Settings
 
 # The name and version of the format, which megatron-core's reader asks for.
@@ -83,15 +81,6 @@ _LAYOUT_KEYS = (
 # A mixture of experts also has these.
 _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
-
-
-@dataclass(kw_only=True, slots=True)
-class Trainable:
-    """What a run trains and a checkpoint holds."""
-
-    model: Model
-    optimizer: MegatronOptimizer
-    scheduler: OptimizerParamScheduler
 
 
 def random_states() -> dict[str, Any]:

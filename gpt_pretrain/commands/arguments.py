@@ -95,7 +95,9 @@ def defaults_of(kind: type) -> dict[str, Any]:
     """The values of optional keys."""
     values: dict[str, Any] = {}
     for field in fields(kind):
-        if field.default_factory is not MISSING:
+        if field.default_factory is list:
+            values[field.name] = []
+        elif field.default_factory is not MISSING:
             # A section; its values may be left out one by one.
             section = field.default_factory()
             values |= {f"{field.name}.{each.name}": getattr(section, each.name) for each in fields(section)}

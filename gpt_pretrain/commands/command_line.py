@@ -34,6 +34,7 @@ from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.gate import Job, check_command
 
 # Hydra's option that is not supported, and never offered.
@@ -90,7 +91,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     """Reads the command line.
 
     Raises:
-        ConfigError: An unknown option, or options that exclude each other.
+        ConfigError: An unknown option, options that exclude each other, or an extension that cannot be imported.
     """
     parser = get_args_parser()
     parser.exit_on_error = False
@@ -120,9 +121,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_path=find_conf_dir() if options.config_path is None else Path(options.config_path),
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
-    return Request(
-        options=options, loader=Loader(source), overrides=tuple(map(_with_two_plus_signs, options.overrides))
-    )
+    loader = extended_loader(options.overrides, source)
+    return Request(options=options, loader=loader, overrides=tuple(map(_with_two_plus_signs, options.overrides)))
 
 
 def _with_two_plus_signs(override: str) -> str:

@@ -1,7 +1,7 @@
 """The one door of all commands: arguments in; messages and exit codes out.
 
     run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
-    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor, picture
+    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
 
 A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring, which ends
 with a section of examples, is its `--help`. A user's mistake ends it with `error: …` lines instead of a traceback. Exit
@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
-from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, visible
+from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, visible
 from gpt_pretrain.config.keys import section_keys
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import limit_met, path_refused, prepare_libraries
@@ -182,6 +182,10 @@ def run_with_arguments[Arguments](
             print_help(doc, section_keys(kind), defaults_of(kind))
             return None
         chosen = read_arguments(kind, given, plain)
+        if names := getattr(chosen, "extensions", []):
+            from gpt_pretrain.rules.extensions import import_extensions
+
+            import_extensions(names, list_argument("extensions", names))
         prepare_libraries()
         with ended_by_signals():
             return command(chosen)

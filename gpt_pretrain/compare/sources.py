@@ -13,7 +13,6 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from glob import glob
 from itertools import count
 from pathlib import Path
 
@@ -70,9 +69,6 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
 
 def _read(place: Path) -> list[RunRecord]:
     if not place.exists():
-        if found := sorted(glob(str(place))):
-            named = _as_argument([Path(path) for path in found])
-            raise UserError(f"runs: {place}: patterns are not expanded inside brackets; give what it means: {named}")
         raise UserError(f"runs: {place} does not exist; give directories of runs, or logs")
     return _read_directory(place) if place.is_dir() else _read_file(place)
 

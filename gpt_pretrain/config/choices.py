@@ -1,9 +1,23 @@
 """One enum for each key of `config.schema` that has choices."""
 
 from enum import Enum
+from typing import Self
 
 AUTO = "auto"
 """The entry of `model.fp8_exclude` that stands for the layers too small to gain by FP8."""
+
+
+class OpenChoice(Enum):
+    """A choice to which extensions add names (`gpt_pretrain.extend`)."""
+
+    @classmethod
+    def add(cls, name: str) -> Self:
+        """A new member after the others, found and listed like them."""
+        member = object.__new__(cls)
+        member._name_ = member._value_ = name
+        cls._member_map_[name] = cls._value2member_map_[name] = member
+        cls._member_names_.append(name)
+        return member
 
 
 class Normalization(Enum):
@@ -147,7 +161,7 @@ class PlanGpu(Enum):
     b200 = "b200"
 
 
-class OptimizerName(Enum):
+class OptimizerName(OpenChoice):
     """Optimizer; `adam` is decoupled (AdamW)."""
 
     adam = "adam"
@@ -188,7 +202,7 @@ class WsdDecay(Enum):
     minus_sqrt = "minus_sqrt"
 
 
-class DataImpl(Enum):
+class DataImpl(OpenChoice):
     """Where tokens come from: indexed files, the user's text, Python's standard library, or random tokens."""
 
     mmap = "mmap"
@@ -207,7 +221,7 @@ class DataImpl(Enum):
         return self in (DataImpl.mmap, DataImpl.mock)
 
 
-class TokenizerLibrary(Enum):
+class TokenizerLibrary(OpenChoice):
     """`bpe` trains a byte-level BPE on the corpus, `file` reads a `tokenizer.json`, `none` takes token ids as given."""
 
     bpe = "bpe"

@@ -16,110 +16,73 @@ from enum import Enum
 from functools import cache
 from operator import attrgetter
 
-from gpt_pretrain.config import choices, schema
+from gpt_pretrain.config import choices, own, schema
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
-# Other programs' names of a setting, looked up by the last part of an unknown key, or by its last two parts where one
-# alone could mean anything.
+# Names of NeMo, Megatron-LM, Hugging Face's Trainer and configurations, and torchtitan, by the last part of an unknown
+# key. The closest spelling finds most other names.
 _ALIASES_OF = {
-    "model.tensor_model_parallel_size": "tp tp_size tensor_parallel",
-    "model.pipeline_model_parallel_size": "pp pp_size",
-    "model.virtual_pipeline_model_parallel_size": "vp vpp",
-    "model.context_parallel_size": "cp cp_size",
-    "model.expert_model_parallel_size": "ep ep_size",
-    "model.num_moe_experts": "num_experts num_local_experts",
+    "model.tensor_model_parallel_size": "tp",
+    "model.pipeline_model_parallel_size": "pp",
+    "model.context_parallel_size": "cp",
+    "model.expert_model_parallel_size": "ep",
     "model.moe_router_topk": "num_experts_per_tok",
-    "model.moe_aux_loss_coeff": "router_aux_loss_coef",
-    "model.moe_router_padding_for_quantization": "moe_router_padding_for_fp8",
-    "model.sequence_parallel": "sp",
-    "model.use_distributed_optimizer": "distributed_optimizer",
-    "model.num_layers": "n_layer n_layers num_hidden_layers",
-    "model.num_attention_heads": "n_head n_heads",
-    "model.num_query_groups": "n_kv_heads num_kv_heads num_key_value_heads",
-    "model.hidden_size": "n_embd d_model dim",
-    "model.ffn_hidden_size": "d_ff intermediate_size",
-    "model.kv_channels": "head_dim",
-    "model.encoder_seq_length": "block_size context_length max_seq_len seq_len seq_length",
+    "model.num_layers": "num_hidden_layers",
+    "model.hidden_size": "dim",
+    "model.num_query_groups": "num_key_value_heads n_kv_heads",
+    "model.ffn_hidden_size": "intermediate_size",
     "model.rotary_base": "rope_theta",
-    "model.rope_scaling_factor": "rope_scaling use_rope_scaling scale_positional_embedding",
     "model.layernorm_epsilon": "rms_norm_eps",
     "model.share_embeddings_and_output_weights": "tie_word_embeddings",
-    "model.bias": "add_bias_linear",
-    "model.qkv_bias": "add_qkv_bias",
-    "model.qk_layernorm": "qk_norm use_qk_norm",
-    "model.activation": "activation_func hidden_act",
-    "model.micro_batch_size": "batch_size per_device_train_batch_size mbs",
-    "model.global_batch_size": "gbs",
+    "model.encoder_seq_length": "seq_length seq_len",
+    "model.micro_batch_size": "per_device_train_batch_size",
     "model.activations_checkpoint_granularity": "recompute_granularity",
     "model.activations_checkpoint_method": "recompute_method",
     "model.activations_checkpoint_num_layers": "recompute_num_layers",
-    "model.optim.lr": "learning_rate max_lr",
-    "model.optim.betas": "beta1 adam_beta1 adam_beta2",
-    "model.optim.weight_decay": "wd",
-    "model.grad_reduce_in_fp32": "main_grads_dtype accumulate_allreduce_grads_in_fp32",
+    "model.optim.lr": "learning_rate",
+    "model.optim.betas": "adam_beta1 adam_beta2",
     "model.optim.sched.name": "lr_decay_style",
     "model.optim.sched.warmup_steps": "lr_warmup_iters",
     "model.optim.sched.decay_steps": "lr_decay_iters",
     "model.data.data_prefix": "data_path",
-    "model.data.splits_string": "split",
-    "trainer.devices": "gpus",
-    "trainer.num_nodes": "nnodes",
-    "trainer.precision": "dtype bf16",
-    "trainer.max_steps": "train_iters max_iters num_steps",
+    "trainer.precision": "bf16",
+    "trainer.max_steps": "train_iters",
     "trainer.log_every_n_steps": "log_interval",
     "trainer.val_check_interval": "eval_interval",
     "trainer.limit_val_batches": "eval_iters",
-    "trainer.gradient_clip_val": "clip_grad grad_clip max_grad_norm",
+    "trainer.gradient_clip_val": "clip_grad max_grad_norm",
     "run_dir": "output_dir",
-    "model.fp8": "fp8_enabled fp8_autocast fp8.enabled",
-    "model.fp8_backend": "fp8_engine",
-    "model.fp8_recipe": "recipe_name fp8_recipe_name",
-    "model.fp8_params": "fp8_param fp8_param_gather fp8_model_init fp8_primary_weights "
-    "enable_fsdp_float8_all_gather enable_fsdp_fp8_all_gather",
-    "model.fp8_amax_history_len": "fp8_amax_history amax_history_len",
-    "model.fp8_amax_compute_algo": "fp8_amax_algo amax_compute_algo",
-    "model.fp8_margin": "margin",
-    "model.fp8_dot_product_attention": "fp8_dpa",
-    "model.fp8_multi_head_attention": "fp8_mha",
-    "model.fp8_wgrad": "override_linear_precision",
-    "model.fp8_exclude": "fp8_exclude_modules filter_fqns",
-    "model.fp8_emulate": "emulate",
-    "checkpoint.save_interval": "save_every save_steps",
-    "checkpoint.keep_last": "save_total_limit save_top_k",
-    "checkpoint.async_save": "async_save_checkpoint",
+    "model.fp8_params": "fp8_param_gather enable_fsdp_float8_all_gather",
+    "model.fp8_exclude": "filter_fqns",
+    "checkpoint.save_interval": "save_steps",
+    "checkpoint.keep_last": "save_total_limit",
 }
 ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in aliases.split()}
 
-_FINISHED_RUNS = "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out"
-_NO_E5M2 = "no library multiplies E5M2 in the forward pass"
 # Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
-    "runs": _FINISHED_RUNS,
-    "compare.run": _FINISHED_RUNS,
+    "runs": "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out",
     "fp8_format": (
-        f"{_NO_E5M2}; use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or "
-        "model.fp8=true with model.fp8_e4m3=true (E4M3 in both)"
+        "use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or with model.fp8_e4m3=true "
+        "(E4M3 in both)"
     ),
     "reduce_amax": (
         "amaxes are always reduced over the ranks of a group, which would quantize with different scales otherwise; "
         "leave it out"
     ),
-    "use_emha": "NeMo 1.x never supported it itself; Transformer Engine chooses the attention kernel; leave it out",
-    "fp8_output_proj": "the LM head stays in high precision; leave it out",
+    # TEDelayedScaling hands it on as fp8_mha; DotProductAttention.forward then sets the recipe's fp8_dpa.
+    "fp8_multi_head_attention": (
+        "with it, Transformer Engine 2.12 computes attention in FP8, which neither plan nor proof covers; leave it "
+        "out, or use model.fp8_dot_product_attention=true"
+    ),
+    "nccl_ub": (
+        "megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink multicast on where the host forbids it, "
+        "and continues without registered buffers where NCCL refuses them; leave it out"
+    ),
     "tp_only_amax_red": "amaxes are reduced over all ranks that share a tensor or its data; leave it out",
-    "use_autocast_during_eval": "validation computes in FP8 as training does; leave it out",
-    "force_recompute_fp8_weight_in_bwd": (
-        "it has had no effect in TorchAO since 2025 (pytorch/ao, issue 2251); leave it out"
-    ),
-    **dict.fromkeys(
-        ("precompute_float8_dynamic_scale_for_fsdp", "precompute_fp8_dynamic_scale_for_fsdp"),
-        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out",
-    ),
-    **dict.fromkeys(
-        ("compile.enabled", "compile.mode", "compile.fullgraph", "compile.dynamic"),
-        "TorchAO's casts and products are always compiled, Transformer Engine has its own kernels, and "
-        "model.compile=true compiles layers without either; leave it out",
+    "precompute_float8_dynamic_scale_for_fsdp": (
+        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out"
     ),
 }
 
@@ -128,12 +91,6 @@ UNSUPPORTED_VALUES = {
     **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
-    ("model.fp8", "e5m2"): f"{_NO_E5M2}; use model.fp8=true model.fp8_hybrid=true",
-    ("model.fp8_recipe", "e5m2"): f"{_NO_E5M2}; model.fp8_hybrid=true has it for gradients",
-    ("model.fp8_recipe", "e4m3"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
-    ("model.fp8_recipe", "hybrid"): "formats are model.fp8_e4m3=true and model.fp8_hybrid=true",
-    ("model.fp8_recipe", "current"): "did you mean tensorwise?",
-    ("model.fp8_recipe", "custom"): "recipes of one's own could not be checked before the run",
     ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",
 }
 
@@ -228,13 +185,20 @@ def section_keys(section: type) -> dict[str, Key]:
 @cache
 def schema_keys() -> dict[str, Key]:
     """Every value of the configuration by its dotted key, in the schema's order."""
-    return section_keys(schema.Config)
+    return section_keys(own.config_class())
 
 
 @cache
 def schema_sections() -> dict[str, type]:
     """Every section ("model", "model.optim", …) and its dataclass."""
-    return {path: entry for path, entry in _walk(schema.Config, "") if isinstance(entry, type)}
+    return {path: entry for path, entry in _walk(own.config_class(), "") if isinstance(entry, type)}
+
+
+def declare_section(group: str, section: type) -> None:
+    """Adds an extension's group of keys to the schema; what was read from the schema before is read again."""
+    own.SECTIONS[group] = section
+    for cached in (own.config_class, schema_keys, schema_sections):
+        cached.cache_clear()
 
 
 def is_known(path: str) -> bool:
@@ -275,12 +239,6 @@ def _similarity(wrong: str, known: str) -> float:
     return max(score, difflib.SequenceMatcher(None, wrong, known).ratio() if "." in wrong else 0.0)
 
 
-def _last_parts(path: str) -> list[str]:
-    """The last two parts of a path, and the last."""
-    parts = path.lower().split(".")
-    return [".".join(parts[-2:]), parts[-1]]
-
-
 # One letter more or less in a word of four.
 _SURE = 0.88
 
@@ -291,7 +249,7 @@ def key_named(path: str) -> str | None:
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:
         return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
-    return next((ALIASES[name] for name in _last_parts(path) if name in ALIASES), None)
+    return ALIASES.get(leaf.lower())
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
@@ -343,7 +301,12 @@ def unknown_key(path: str, more: Iterable[str] = ()) -> str:
     what = "a key" if "." in path or not more else "a key or a group"
     if len(path) > _LONGEST_NAME:
         return f"{path[:_LONGEST_NAME]}… is not {what}"
-    unsupported = next((UNSUPPORTED[name] for name in _last_parts(path) if name in UNSUPPORTED), None)
+    unsupported = UNSUPPORTED.get(path.rpartition(".")[2].lower())
     if unsupported is not None:
         return f"{path} is not {what}: {unsupported}"
+    group = path.partition(".")[0]
+    parts = {part for key in schema_keys() for part in key.split(".")[:-1]}
+    of_nobody = "." in path and group not in {*parts, *more} and nearest_name(group, parts) is None
+    if of_nobody and not own.LOADED and key_named(path) is None:
+        return f"{path} is not {what}; if an extension of yours declares it, name that with extensions=[MODULE]"
     return f"{path} is not {what}{did_you_mean(nearest_key(path, more))}"

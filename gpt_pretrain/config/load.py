@@ -4,7 +4,7 @@ It is read value by value, so that all wrong values are reported together.
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
@@ -33,6 +34,7 @@ from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 # like to this version, as it does for all keys of `model.` that take true, false or null. Every other new key belongs
 # here: without its value, `export` and `generate` refuse all checkpoints that were saved before.
 _LATER_KEYS = {
+    "extensions": [],
     "model": {
         **{field.name: None for field in fields(ModelConfig) if field.type == bool | None},
         "rope_scaling_factor": None,
@@ -51,7 +53,6 @@ _LATER_KEYS = {
         "expert_tensor_parallel_size": None,
         "ddp_bucket_size": None,
         "tp_comm_overlap": False,
-        "nccl_ub": False,
         "fp8_backend": None,
         "cross_entropy_fusion_impl": None,
         "cuda_graph_impl": None,
@@ -80,6 +81,8 @@ _LATER_KEYS = {
     },
     "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
 }
+# Keys of the model that earlier versions saved, and that took no value but false.
+_REMOVED_KEYS = ("nccl_ub", "fp8_multi_head_attention")
 # Sections of every configuration that a run has saved. A user's own file of a few keys lacks some.
 _SAVED_SECTIONS = {"model", "trainer", "checkpoint", "logging", "sample"}
 # Behind an even number of backslashes.
@@ -161,7 +164,7 @@ def read_config(
     `composed` has no `hydra` section, `origins` maps dotted keys to the YAML files that set them, for messages, and
     `complete` makes open values (`???`) problems.
     """
-    config, problems = _read_section(composed, Config, "", origins or {}, complete=complete)
+    config, problems = _read_section(composed, own.config_class(), "", origins or {}, complete=complete)
     return (None if problems else config), problems
 
 
@@ -197,6 +200,11 @@ def load_saved_config(path: Path) -> Config:
     return config
 
 
+def is_saved(values: Collection[Any]) -> bool:
+    """Whether a file without a defaults list has all sections of a configuration, as those that runs save."""
+    return _SAVED_SECTIONS.issubset(values)
+
+
 def load_saved_values(path: Path) -> DictConfig | None:
     """The values of a whole configuration that a run of this or an earlier version has saved; None for another file.
 
@@ -204,7 +212,7 @@ def load_saved_values(path: Path) -> DictConfig | None:
         ConfigError: The file is missing or no YAML, or its values would be looked up.
     """
     saved = _load_yaml(path)
-    if "defaults" in saved or not set(saved) >= _SAVED_SECTIONS:
+    if "defaults" in saved or not is_saved(saved):
         return None
     whole, problems = _whole(saved)
     if problems:
@@ -235,10 +243,17 @@ def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
 
 def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
     values = OmegaConf.to_container(saved, resolve=False)
+    assert isinstance(values, dict)
+    if missing := own.missing_problem(values.get("extensions")):
+        return saved, [missing]
+    if isinstance(model := values.get("model"), dict):
+        values["model"] = {
+            name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False
+        }
     if many := many_unknown(path for path, _ in flatten(values)):
         return saved, many
     looked_up = list(_interpolations(values))
-    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), saved)
+    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), own.default_values(), values)
     assert isinstance(whole, DictConfig)
     return whole, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
 

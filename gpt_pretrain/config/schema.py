@@ -215,9 +215,6 @@ class ModelConfig:
     tp_comm_overlap: bool
     """Overlap the exchange of activations between TP ranks with GEMMs, in TE's user buffers; needs
     sequence_parallel."""
-    nccl_ub: bool
-    """Register gradient and parameter buffers with NCCL; refused, because megatron-core 0.19 turns on multicast for
-    it."""
     grad_reduce_in_fp32: bool
     """Accumulate and reduce gradients in fp32 even if parameters are bf16."""
 
@@ -249,8 +246,6 @@ class ModelConfig:
     fp8_dot_product_attention: bool
     """Compute attention's own two products in FP8 (delayed or tensorwise; only Transformer Engine's fused
     attention)."""
-    fp8_multi_head_attention: bool
-    """FP8 tensors between projections and attention; refused, because TE 2.12 then turns on FP8 attention unasked."""
     first_last_layers_bf16: bool
     """Keep the first and last layers out of FP8; with delayed, use fp8_exclude instead."""
     num_layers_at_start_in_bf16: int | None
@@ -499,6 +494,9 @@ class Config:
     run_dir: str | None
     """Directory that the run writes to; an existing one is resumed (see checkpoint.resume); null:
     outputs/DATE/TIME_NAME."""
+    extensions: list[str]
+    """Your modules to import before anything is checked, in this order: what they register joins the run. Give it on
+    the command line or in the file of --config-name; no other file may."""
     model: ModelConfig
     trainer: TrainerConfig
     checkpoint: CheckpointConfig

@@ -33,10 +33,11 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import ForeignFileError, find_conf_dir
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
-from gpt_pretrain.config.load import load_saved_values
+from gpt_pretrain.config.load import is_saved, load_saved_values
 from gpt_pretrain.config.lookups import bounded_lookups
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
@@ -260,6 +261,10 @@ class Loader(ConfigLoaderImpl):
         if files not in _MERGED:
             _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
         merged = _MERGED[files].copy()
+        for group, values in own.default_values().items():
+            # Anything but keys is refused when it is read.
+            if group not in merged or OmegaConf.is_dict(merged[group]):
+                merged[group] = OmegaConf.merge(values, merged.get(group, {}))
         if self.saved is not None:
             chosen = super()._compose_config_from_defaults_list(self._chosen_files(defaults), repo)
             for name, values in self.saved.items():
@@ -288,6 +293,21 @@ class Loader(ConfigLoaderImpl):
         """
         with _told_as_config_error():
             return self.load_configuration(self.source.config_name, list(overrides), run_mode)
+
+    def primary_extensions(self) -> Any:
+        """`extensions` of the primary file; None if it has none, or a run has saved it.
+
+        Raises:
+            ConfigError: The file cannot be read.
+        """
+        with _told_as_config_error():
+            file = None if self.saved is not None else self._files.read(self.source.config_name)
+        if file is None or not isinstance(file.value.config, DictConfig):
+            return None
+        values = file.value.config
+        if "extensions" not in values or (not file.value.defaults_list and is_saved(list(values))):
+            return None
+        return OmegaConf.to_container(values, resolve=False)["extensions"]  # type: ignore[index,call-overload]
 
     def search_also(self, overrides: Sequence[Override]) -> None:
         """Also searches the folders of a `hydra.searchpath=[…]` among the overrides."""

@@ -14,8 +14,6 @@ from gpt_pretrain.config.choices import AUTO
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
 
-# What YAML 1.1 and other programs write for a boolean.
-_OTHER_SPELLINGS = {"true": ("1", "yes", "on", "y", "t"), "false": ("0", "no", "off", "n", "f")}
 _MISFITS = {
     int: "is not an integer",
     float: "is not a number",
@@ -52,12 +50,10 @@ class WrongValue(Exception):
 def _scalar(value: Any, kind: Any, more: str = "") -> Any:
     """A value as `kind`, a key of `_MISFITS`; `more` about what would fit ends the message."""
     if kind is bool:
-        text = str(value).lower()
-        if isinstance(value, bool) or (isinstance(value, str) and text in _OTHER_SPELLINGS):
-            return text == "true"
-        # Offered, not accepted: 1 may mean a level, and "on" a choice of another program.
-        meant = next((f"; use {name}" for name, words in _OTHER_SPELLINGS.items() if text in words), "")
-        raise WrongValue(f"{_MISFITS[bool]}{more}{meant}")
+        # 1 may mean a level, and "on" a choice of another program.
+        if not isinstance(value, bool) and (not isinstance(value, str) or value.lower() not in ("true", "false")):
+            raise WrongValue(f"{_MISFITS[bool]}{more}; use true or false")
+        return str(value).lower() == "true"
     if isinstance(value, str | int | float) and not isinstance(value, bool):
         if kind is Any:
             return value

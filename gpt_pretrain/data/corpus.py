@@ -11,6 +11,7 @@ from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint
+from gpt_pretrain.data.own_source import OwnSource
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
 from gpt_pretrain.data.token_files import (
     Blend,
@@ -23,7 +24,8 @@ from gpt_pretrain.data.token_files import (
     plan_blend,
     split_matrix,
 )
-from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, tokenize_source
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source
+from gpt_pretrain.extend import registered_source
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
@@ -91,7 +93,11 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
             "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
         )
-    source = SOURCES[model.data.data_impl](model.data)
+    source: TextSource | Blend | None
+    if (registered := registered_source(model.data.data_impl)) is not None:
+        source = OwnSource(registered, config)
+    else:
+        source = SOURCES[model.data.data_impl](model.data)
     if source is None:
         key = fingerprint(["mock", model.vocab_size])
         return Corpus(
@@ -102,16 +108,18 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             files_key=key,
             splits=(),
         )
+    given = own_tokenizer(config)
     cache = cache_directory(model.data)
     tokenizer: Tokenizer | None
     with Progress(show=show_progress) as progress:
         if isinstance(source, TextSource):
             name = model.data.data_impl.name
-            prefix, tokenizer = tokenize_source(source, model.tokenizer, cache, progress, name=name)
+            prefix, tokenizer = tokenize_source(source, model.tokenizer, cache, progress, name=name, given=given)
             blend = Blend((str(prefix),))
         else:
             blend = source
-            tokenizer = None if model.tokenizer.model is None else load_tokenizer(model.tokenizer.model)
+            path = model.tokenizer.model
+            tokenizer = given if path is None else load_tokenizer(path)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise UserError(
                 f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "

@@ -23,9 +23,10 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_text
-from gpt_pretrain.config.schema import TokenizerConfig
+from gpt_pretrain.config.schema import Config, TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
 from gpt_pretrain.data.sources import Piece, TextSource
+from gpt_pretrain.extend import registered_tokenizer
 
 # The name that Hugging Face gives the file.
 TOKENIZER_FILE = "tokenizer.json"
@@ -121,6 +122,18 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     return Tokenizer(backend, f"{key}={path}")
 
 
+def own_tokenizer(config: Config) -> Tokenizer | None:
+    """The tokenizer that an extension makes for the configuration; None if the library is one of the program's own."""
+    registered = registered_tokenizer(config.model.tokenizer.library)
+    if registered is None:
+        return None
+    with registered.named("build"):
+        backend = registered.value(config)
+        if not isinstance(backend, tokenizers.Tokenizer):
+            raise UserError(f"it returned {type(backend).__name__}, which is no tokenizers.Tokenizer")
+        return Tokenizer(backend, "its vocabulary")
+
+
 FORMAT_VERSION = 1
 # Enough text to train any vocabulary, in under a minute on two cores.
 _BPE_SAMPLE_BYTES = 64 * 1024 * 1024
@@ -130,9 +143,15 @@ _MAX_DOCUMENT_TOKENS = numpy.iinfo(numpy.int32).max
 
 
 def tokenize_source(
-    source: TextSource, config: TokenizerConfig, cache: Path, progress: Progress, *, name: str
+    source: TextSource,
+    config: TokenizerConfig,
+    cache: Path,
+    progress: Progress,
+    *,
+    name: str,
+    given: Tokenizer | None = None,
 ) -> tuple[Path, Tokenizer]:
-    """Finds the source's entry in the cache, or makes it.
+    """Finds the source's entry in the cache, or makes it; `given` is an extension's tokenizer.
 
     Returns:
         The path of the `.bin/.idx` pair without suffix, and the tokenizer that made it.
@@ -141,10 +160,10 @@ def tokenize_source(
         UserError: The text or the tokenizer is unusable, or the disk is full.
     """
     recipe: list[Any] = ["bpe", config.vocab_size]
-    given = None
     if config.library is TokenizerLibrary.file:
         assert config.model is not None, "the rules refuse library=file without a path"
         given = load_tokenizer(config.model)
+    if given is not None:
         recipe = ["file", given.fingerprint]
     identity = source.identity()
     entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"

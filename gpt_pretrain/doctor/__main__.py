@@ -20,7 +20,7 @@ from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.doctor.facts import Gpu
 from gpt_pretrain.doctor.probe import examine
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
-from gpt_pretrain.plan.machine import GPUS
+from gpt_pretrain.run.gpus import GPUS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

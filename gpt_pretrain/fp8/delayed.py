@@ -122,9 +122,8 @@ class DelayedScaling:
         self._has_first_layer = False
 
     def _end_forward(self) -> None:
-        # To reduce what validation recorded changes no later maximum. Checkpoints save rank 0's state for all ranks.
-        self._forward.reduce(self._group)
         if self.in_training_pass:
+            self._forward.reduce(self._group)
             self._forward.update()
         self.in_training_pass = False
 
@@ -201,6 +200,23 @@ def delayed_state(module: torch.nn.Module, role: Role) -> tuple[torch.Tensor, to
     if getattr(state, "amax_history", None) is None:
         return None
     return state.amax_history[:, column], state.scale[column]
+
+
+def join_present_amaxes(chunks: Sequence[MegatronModule]) -> None:
+    """Gives row 0 of each history the maxima over the amax reduction group; every rank calls it.
+
+    The next pass does that anyway. Until then each rank has those of the samples that it validated, and a checkpoint
+    would give the first rank's to all.
+    """
+    metas = [getattr(module, "fp8_meta", {}) for chunk in chunks for module in chunk.modules()]
+    states = [meta.get(name) for meta in metas for name in ("scaling_fwd", "scaling_bwd")]
+    histories = [getattr(state, "amax_history", None) for state in states]
+    rows = [history[0] for history in histories if history is not None]
+    if rows:
+        joined = torch.cat(rows)
+        group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
+        torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
+        torch._foreach_copy_(rows, list(joined.split([len(row) for row in rows])))
 
 
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:

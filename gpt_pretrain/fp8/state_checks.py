@@ -169,9 +169,9 @@ class Replay:
         rows, states = [], []
         for tensor in self._tensors:
             amaxes = self._amaxes[tensor][: self._num_microbatches]
-            # Row 0 of a stored weight waits for the next pass, in which the ranks join it.
-            if tensor in self._stored and tensor in self._begin:
-                amaxes = [self._begin[tensor][1], *amaxes[1:]]
+            # Row 0 has what a validation left there on each rank, or the optimizer's cast. The first pass joins it.
+            if amaxes and tensor in self._begin:
+                amaxes = [torch.maximum(amaxes[0].view(1), self._begin[tensor][1:2]), *amaxes[1:]]
             rows += [*amaxes, *[none] * (self._num_microbatches - len(amaxes))]
             end = ends.get(tensor)
             if end is None:

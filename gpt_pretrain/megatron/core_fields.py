@@ -170,7 +170,7 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("fp8_recipe", fp8.recipe.name, ("model.fp8_recipe",))
     yield Field("fp8_param", fp8.params, ("model.fp8_params",))
     yield Field("fp8_interval", 1, ("model.fp8_interval",))
-    for name in ("margin", "amax_history_len", "wgrad", "dot_product_attention", "multi_head_attention"):
+    for name in ("margin", "amax_history_len", "wgrad", "dot_product_attention"):
         yield Field(f"fp8_{name}", getattr(fp8, name), (f"model.fp8_{name}",))
     yield Field("fp8_amax_compute_algo", fp8.amax_compute_algo.value, ("model.fp8_amax_compute_algo",))
     kept_out = fp8.num_layers_at_start_in_bf16 + fp8.num_layers_at_end_in_bf16

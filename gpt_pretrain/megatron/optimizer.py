@@ -11,6 +11,7 @@ Delayed scaling's state has moved on by then, and is put back first (`fp8.infini
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
+from gpt_pretrain.extend import registered_optimizer
 from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
+from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weights import forget_first_values
@@ -41,11 +44,12 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     if spec.model.fp8_params:
         install_weight_cast(of_te=spec.te_fp8 is not None)
     precision_aware = spec.model.optim.use_precision_aware_optimizer
+    own = registered_optimizer(spec.model.optim.name)
     # Whatever else is installed.
     patch(
         OPTIMIZERS,
-        USING_PYTORCH_OPTIMIZER=not precision_aware,
-        Adam=PrecisionAwareAdam,
+        USING_PYTORCH_OPTIMIZER=not precision_aware and own is None,
+        Adam=PrecisionAwareAdam if own is None else partial(build_own, own, spec.config),
         SGD=torch.optim.SGD,
         DistributedOptimizer=PrecisionAwareOptimizer if precision_aware else DistributedOptimizer,
     )
@@ -165,7 +169,7 @@ def _make_conditional(optimizer: MegatronOptimizer) -> None:
     for inner in _inner_optimizers(optimizer):
         inner.found_inf = found_inf
         match inner:
-            case PrecisionAwareAdam():
+            case PrecisionAwareAdam() | SkippingOptimizer():
                 pass
             case torch.optim.AdamW() | torch.optim.SGD():
                 _fuse(inner)
@@ -205,6 +209,8 @@ def _state_names(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sequ
             return ["step", "exp_avg", "exp_avg_sq"]
         case torch.optim.SGD():
             return ["momentum_buffer"] if group["momentum"] else []
+        case SkippingOptimizer():
+            return inner.state_names
         case PrecisionAwareAdam():
             # It is built with its own.
             return []

@@ -30,7 +30,7 @@ from gpt_pretrain.run.run_spec import RunSpec
 # The keys that the plan shows, besides trainer.precision.
 _OF_MODEL = (
     "transformer_engine fp8 fp8_backend fp8_recipe fp8_hybrid fp8_e4m3 fp8_margin fp8_interval fp8_amax_history_len "
-    "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention fp8_multi_head_attention "
+    "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention "
     "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_exclude fp8_emulate "
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "

@@ -15,11 +15,12 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
-from gpt_pretrain.plan.machine import GPUS, Gpu, planned_spec
+from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, plan_stages, rank_load
+from gpt_pretrain.run.gpus import GPUS, Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
 

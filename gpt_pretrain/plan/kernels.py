@@ -14,8 +14,9 @@ from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
-from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
+from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import passage
+from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec

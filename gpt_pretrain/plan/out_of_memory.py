@@ -20,9 +20,10 @@ from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.environment import host_memory_bytes
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.plan.machine import GPUS_PER_NODE, planned_problems, planned_spec, planned_world_size
+from gpt_pretrain.plan.machine import planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.run.gpus import GPUS_PER_NODE
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.run_spec import RunSpec
 

@@ -14,9 +14,10 @@ from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optim
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
-from gpt_pretrain.plan.machine import EFFICIENCY, Gpu
+from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, QKV, Linear
 from gpt_pretrain.run.recipes import RECIPES, Use
@@ -275,7 +276,6 @@ def forecast_speed(spec: RunSpec, gpu: Gpu) -> SpeedForecast:
             fp8=False,
             fp8_params=False,
             fp8_dot_product_attention=False,
-            fp8_multi_head_attention=False,
             use_distributed_optimizer=uses_distributed_optimizer(model),
         )
     )

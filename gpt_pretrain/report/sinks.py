@@ -7,6 +7,7 @@ written about later steps; W&B's cannot.
 import os
 import time
 import uuid
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -14,7 +15,8 @@ from typing import Any, Self
 
 from gpt_pretrain.config.errors import UserError, how_to_install
 from gpt_pretrain.config.files import read_foreign_text, write_file
-from gpt_pretrain.config.schema import LoggingConfig
+from gpt_pretrain.config.schema import Config, LoggingConfig
+from gpt_pretrain.extend import Registered, Sink
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor, Record, RewindRecord, StartRecord, SummaryRecord
@@ -122,10 +124,31 @@ class WandbSink:
         self._run.finish()
 
 
+class ExtensionSink:
+    """A sink that an extension has registered (`extend.Sink`); its errors end the run and name the extension."""
+
+    def __init__(self, registered: Registered, run_dir: Path, config: Config, *, start_step: int) -> None:
+        self._registered = registered
+        with registered.named("__init__"):
+            self._sink: Sink = registered.value(run_dir, config, start_step)
+
+    def write(self, record: Record) -> None:
+        """Gives it a record's measurements."""
+        if values := {} if isinstance(record, StartRecord | SummaryRecord) else scalars(record):
+            with self._registered.named("write"):
+                self._sink.write(record.step, values)
+
+    def close(self) -> None:
+        """Closes it."""
+        with self._registered.named("close"):
+            self._sink.close()
+
+
 class MetricsSinks:
     """All sinks of a run as one; a context manager, so that an interrupted run keeps what it logged.
 
-    `start_step` is 0, or the step of the checkpoint that this process resumes from. Raises `UserError` if W&B is
+    `start_step` is 0, or the step of the checkpoint that this process resumes from; `more` opens those of extensions.
+    Raises `UserError` if W&B is
     requested but not installed, or earlier records are damaged.
     """
 
@@ -139,13 +162,16 @@ class MetricsSinks:
         config: dict[str, object] | None = None,
         command: str | None = None,
         versions: str | None = None,
+        more: Sequence[Callable[[], ExtensionSink]] = (),
     ) -> None:
         # The summary needs all earlier records; after training it would be too late to find them damaged.
         if metrics_path(run_dir).exists():
             load_metrics(run_dir)
-        self._sinks: list[MetricsFile | TensorBoardSink | WandbSink] = []
+        self._sinks: list[MetricsFile | TensorBoardSink | WandbSink | ExtensionSink] = []
         with ExitStack() as opened:
             # Sinks that may fail come first: a failed start must not mark earlier records as superseded.
+            for open_sink in more:
+                self._sinks.append(opened.enter_context(closing(open_sink())))
             if logging.wandb:
                 self._sinks.append(opened.enter_context(closing(WandbSink(run_dir, logging, run_name, config))))
             if logging.tensorboard:

@@ -1,9 +1,7 @@
 """The rules about single values, and all cross-field rules in the order in which they are reported."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.config.schema import Config
@@ -20,7 +18,7 @@ from gpt_pretrain.rules.model import (
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
-from gpt_pretrain.rules.shapes import Accepts, division_problems, fp8_shape_problems
+from gpt_pretrain.rules.shapes import division_problems, fp8_shape_problems
 from gpt_pretrain.rules.training import asked_launch, training_problems
 from gpt_pretrain.run.products import Resolved, resolve
 
@@ -88,32 +86,23 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from fp8_problems(run, sizes_known=not sizes)
     if sizes:
         return
-
-    def accepts(key: str, value: int) -> bool:
-        changed: dict[str, Any] = {key: value}
-        candidate = replace(model, **changed)
-        other = resolve(replace(run.config, model=candidate))
-        batch = () if launch is None else world_and_batch(candidate, launch)
-        told = chain(_shape_problems(other, launch, lambda *_: True), batch)
-        return not any(f"model.{key}=" in problem for problem in told)
-
     yield from positions(model)
-    yield from _shape_problems(run, launch, accepts)
+    yield from _shape_problems(run, launch)
     yield from recomputation(model)
     yield from tensor_parallel_overlap(run, launch)
     if launch is not None:
         yield from world_and_batch(model, launch)
 
 
-def _shape_problems(run: Resolved, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """Divisions, and FP8's multiples; the values they offer satisfy `accepts` if possible."""
+def _shape_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
+    """Divisions, and FP8's multiples."""
     model = run.model
     shapes = [
-        *division_problems(model, launch, accepts),
+        *division_problems(model),
         *pipeline(model, launch),
         *expert_problems(run, launch),
     ]
     yield from shapes
     if not shapes:
         # A rank's shapes are known only if everything divides.
-        yield from fp8_shape_problems(run, accepts)
+        yield from fp8_shape_problems(run)

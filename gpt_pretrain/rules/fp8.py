@@ -94,13 +94,6 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
     """FP8 in attention's own products, which only TE's fused attention computes."""
-    if settings.multi_head_attention:
-        # TEDelayedScaling hands it on as fp8_mha; DotProductAttention.forward then sets the recipe's fp8_dpa.
-        yield (
-            "model.fp8_multi_head_attention=true makes Transformer Engine 2.12 compute attention in FP8, whatever "
-            f"model.fp8_dot_product_attention={show(settings.dot_product_attention)} says, and neither plan nor proof "
-            "covers it; use model.fp8_multi_head_attention=false"
-        )
     if settings.dot_product_attention:
         asked, off = "model.fp8_dot_product_attention=true", "model.fp8_dot_product_attention=false"
         yield from refusals(asked, _attention_obstacles(config, settings), off)

@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import flatten, is_known, many_unknown, unknown_key
 from gpt_pretrain.config.load import read_config
@@ -150,9 +151,20 @@ def _read_job(
         config, wrong = read_config(default_run_dir(task), origins=files, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
+    if config is not None and not set(own.LOADED).issuperset(config.extensions):
+        problems.append(_not_loaded(config.extensions, origins.get("extensions")))
     # A key that a file misspells is also in the composed configuration.
     named = {problem.partition(": ")[2] for problem in problems}
     return composed, config, [*problems, *(problem for problem in wrong if problem not in named)]
+
+
+def _not_loaded(names: Sequence[str], file: str | None) -> str:
+    """The message about `extensions` other than what was imported: a file has named them that may not."""
+    loaded, wanted = f"extensions=[{','.join(own.LOADED)}]", f"extensions=[{','.join(names)}]"
+    return (
+        f"{'' if file is None else f'{file}: '}{wanted}, and this process has imported {loaded}: only the command line "
+        f"and the file of --config-name name modules to import; if you trust the code, give {wanted}"
+    )
 
 
 @bounded_lookups()
@@ -297,9 +309,11 @@ def read_job(composed: DictConfig) -> Config:
     """The configuration of a job that Hydra started after the gate let it pass.
 
     Raises:
-        ConfigError: A YAML file was changed in between, and it is now wrong.
+        ConfigError: A YAML file was changed in between, and it is now wrong; or one drops an imported extension.
     """
     config, problems = read_config(default_run_dir(composed))
     if config is None:
         raise ConfigError(problems)
+    if config.extensions != own.LOADED:
+        raise ConfigError([_not_loaded(config.extensions, None)])
     return config

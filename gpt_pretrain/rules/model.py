@@ -230,12 +230,6 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
         )
-    if model.nccl_ub:
-        yield (
-            "model.nccl_ub=true is refused: megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink "
-            "multicast on even where the host forbids it, and continues without registered buffers where NCCL refuses "
-            "them; use false"
-        )
 
 
 def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:

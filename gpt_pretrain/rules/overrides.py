@@ -3,7 +3,6 @@
 Hydra silently composes a typo after `+` or `++`, and its errors name its mechanics rather than the mistake.
 """
 
-import csv
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -136,23 +135,6 @@ def _key_problems(override: Override, groups: Sequence[str], command: str | None
             yield unread
 
 
-def _split_at_spaces(overrides: Sequence[str], groups: Sequence[str]) -> Iterator[list[str]]:
-    """The overrides, each in the pieces into which spaces around or instead of `=` split it."""
-    rest = list(overrides)
-    while rest:
-        pieces = [rest.pop(0)]
-        if "=" not in pieces[0] and rest and rest[0].startswith("="):
-            pieces.append(rest.pop(0))
-        # `name= mine`
-        if pieces[-1].endswith("=") and rest and "=" not in rest[0] and not rest[0].startswith("~"):
-            pieces.append(rest.pop(0))
-        # `name mine`
-        is_name = pieces[0] in groups or pieces[0] in schema_keys()
-        if is_name and rest and "=" not in rest[0] and not (rest[0].startswith("~") or rest[0] in groups):
-            pieces.append(rest.pop(0))
-        yield pieces
-
-
 def _text_as_typed(override: Override) -> Override:
     """The override, with quotes around a number for a text key: the path 1e3 is not 1000.0."""
     key, value = schema_keys().get(override.key_or_group), single_value(override)
@@ -170,16 +152,12 @@ def _is_command(word: str) -> bool:
 
 def _word_problem(word: str, groups: Sequence[str]) -> str:
     """The message about an argument without `=`."""
-    if not word.strip():
-        return f"{word!r} is an empty argument; leave it out"
     if _is_command(word):
         return f"{word!r} is a command of its own; write python -m gpt_pretrain.{word}"
     if word in schema_sections() and word not in groups:
         return f"{word!r} is a section of keys; write {word}.KEY=…, as in --help, or leave it out"
     if word in groups or is_known(word):
         return f"{word!r} has no value; write {word}=…, or leave it out"
-    if word == "help":
-        return "'help' is an option; write --help"
     nearest = nearest_key(word, groups)
     # A section takes no value, and `train` needs no word.
     example = "key=value" if nearest is None or nearest in schema_sections() else f"{nearest}=…"
@@ -195,10 +173,6 @@ def parse_override(text: str) -> Override:
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
-        quoted = _with_quoted_elements(text)
-        if quoted is not None:
-            problem = f"{text!r} is not an override: elements with characters such as = or spaces need quotes"
-            raise ConfigError([f"{problem}; write '{quoted}'"]) from error
         lines = str(error).split("\n")
         reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
         # Hydra repeats the text after this prefix and points at it with a caret, unless the text has several lines.
@@ -211,39 +185,11 @@ def parse_override(text: str) -> Override:
     return override
 
 
-def _with_quoted_elements(text: str) -> str | None:
-    """A list with quotes around the elements that Hydra's grammar cannot read; None if that does not help."""
-    name, _, value = text.partition("=")
-    if not (value.startswith("[") and value.endswith("]")):
-        return None
-    elements = next(csv.reader([value[1:-1]], skipinitialspace=True), [])
-    if any(character in element for element in elements for character in "[]{}'\""):
-        return None
-    parser = OverridesParser.create()
-
-    def is_read(written: str) -> bool:
-        try:
-            parser.parse_overrides([written])
-        except HydraException:
-            return False
-        return True
-
-    quoted = ",".join(each if is_read(f"{name}=[{each}]") else f'"{each}"' for each in elements)
-    return f"{name}=[{quoted}]" if is_read(f"{name}=[{quoted}]") else None
-
-
 def parse_overrides(overrides: Sequence[str], groups: Sequence[str]) -> tuple[list[Override], list[str]]:
     """The overrides that follow Hydra's grammar, and a problem for each that does not."""
     parsed: list[Override] = []
     problems: list[str] = []
-    for pieces in _split_at_spaces(overrides, groups):
-        text = pieces[0]
-        if pieces[1:]:
-            why, whole = f"spaces around = split it in {len(pieces)}", "".join(pieces)
-            if "=" not in whole:
-                why, whole = "there is no = between them", "=".join(pieces)
-            problems.append(f"{' '.join(pieces)}: {why}; write {whole}")
-            continue
+    for text in overrides:
         if "=" not in text and not text.startswith("~"):
             problems.append(_word_problem(text, groups))
             continue
@@ -257,22 +203,11 @@ def parse_overrides(overrides: Sequence[str], groups: Sequence[str]) -> tuple[li
 def without_sweeps(overrides: Sequence[Override]) -> tuple[list[Override], list[str]]:
     """Separates overrides with several values, which only a sweep may have; Hydra would stop at the first."""
     problems = [
-        f"{o.input_line} has several values; {_as_one_value(o)}sweep over them with -m"
+        f"{o.input_line} has several values; sweep over them with -m, or write a list in brackets, a string in quotes"
         for o in overrides
         if o.is_sweep_override()
     ]
     return [override for override in overrides if not override.is_sweep_override()], problems
-
-
-def _as_one_value(override: Override) -> str:
-    """How to write values separated by commas as one, if the key takes a list or a string."""
-    key = schema_keys().get(override.key_or_group)
-    name, _, values = str(override.input_line).partition("=")
-    if key is not None and key.kind is list:
-        return f"write {name}=[{values}] for a list, or "
-    if key is not None and key.kind is str:
-        return f"write \"{name}='{values}'\" for one string, or "
-    return ""
 
 
 def submitted_overrides(composed: DictConfig, config: Config, *, names_fp8: bool) -> tuple[list[str], list[str]]:

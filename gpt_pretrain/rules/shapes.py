@@ -1,7 +1,6 @@
 """Cross-field rules about divisions: widths over heads, heads and sequences over ranks, and FP8's multiples.
 
-Every value that a message offers is legal: it breaks no rule about divisions in this run and, if such a value is near,
-no other rule about shapes (`Accepts`).
+The values that a message offers obey its rule; another rule may still refuse one of them.
 
 An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
@@ -11,37 +10,25 @@ weight's rows and wgrad over the tokens, so the rows need the 16 as well. TE che
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
-    ffn_hidden_size,
     kv_channels,
-    model_parallel_size,
     num_query_groups,
     padded_vocab_size,
 )
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import indivisible, refusal
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 
-type Accepts = Callable[[str, int], bool]
-"""Whether no rule about shapes would mention a key of `model.` with a value."""
-
-# How many values on either side of a wrong one are tried.
-_REACH = 256
 # Layers whose input each rank casts before it is gathered along the sequence.
 _COLUMN_PARALLEL = (QKV, FC1)
 _OF_EXPERTS = (EXPERT_FC1, EXPERT_FC2)
-
-
-def _whatever(_: str, __: int) -> bool:
-    return True
 
 
 def _rotated_channels(model: ModelConfig, channels: int) -> int:
@@ -56,48 +43,28 @@ def _rotates_pairs(model: ModelConfig, channels: int) -> bool:
     return rotated > 0 and rotated % 2 == 0
 
 
-def _are_heads(model: ModelConfig, hidden: int, heads: int) -> bool:
-    """Whether a width divides into this many heads, each with an even number of rotated channels."""
-    if model.kv_channels is not None:
-        return True
-    return hidden % heads == 0 and _rotates_pairs(model, hidden // heads)
-
-
-def _nearest(model: ModelConfig, key: str, legal: Iterable[int], accepts: Accepts) -> list[int]:
-    """The closest legal values (ascending) below and above a key's value; accepted ones if there are any."""
-    found, value = list(legal), getattr(model, key)
-    sides = [[n for n in reversed(found) if n < value], [n for n in found if n > value]]
-    near = [next((n for n in side if accepts(key, n)), None) for side in sides]
-    return [n for n in near if n is not None] or [side[0] for side in sides if side]
-
-
-def _multiples(value: int, step: int) -> range:
-    """Multiples of a step on both sides of a value."""
-    middle = value // step
-    return range(max(1, middle - _REACH) * step, (middle + _REACH) * step + 1, step)
-
-
-def _hidden_sizes(model: ModelConfig, accepts: Accepts) -> str:
+def _hidden_sizes(model: ModelConfig) -> str:
     """A way out: the nearest `hidden_size` for the requested heads, or `kv_channels`."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    step = math.lcm(heads, model.tensor_model_parallel_size)
-    legal = (width for width in _multiples(hidden, step) if _are_heads(model, width, heads))
-    near = _nearest(model, "hidden_size", legal, accepts)
+    heads = model.num_attention_heads
+    pairs = 2 if model.position_embedding_type is PositionEmbedding.rope else 1
+    widths = multiples_near(model.hidden_size, math.lcm(pairs * heads, model.tensor_model_parallel_size))
+    near = [width for width in widths if _rotates_pairs(model, width // heads)]
     return f"use model.hidden_size={one_of(near)}, or set model.kv_channels" if near else "set model.kv_channels"
 
 
-def _head_counts(model: ModelConfig, multiple_of: int, accepts: Accepts) -> list[int]:
-    """The nearest legal `num_attention_heads` among the multiples of a number."""
-    counts = _multiples(model.num_attention_heads, multiple_of)
-    legal = (count for count in counts if _are_heads(model, model.hidden_size, count))
-    return _nearest(model, "num_attention_heads", legal, accepts)
+def _head_counts(model: ModelConfig, multiple_of: int) -> list[int]:
+    """The nearest `num_attention_heads` among the multiples of a number that divide the width."""
+    heads, hidden = model.num_attention_heads, model.hidden_size
+    if model.kv_channels is not None:
+        return multiples_near(heads, multiple_of)
+    counts = [n for n in divisors(hidden) if n % multiple_of == 0 and _rotates_pairs(model, hidden // n)]
+    return [n for n in counts if n < heads][-1:] + [n for n in counts if n > heads][:1]
 
 
-def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
+def _heads_over_ranks(model: ModelConfig) -> list[str]:
     """The way out by another number of heads, if there is one."""
     tp, groups = model.tensor_model_parallel_size, model.num_query_groups
-    # If the number of groups is set, a fitting one is offered beside the heads.
-    near = _head_counts(model, tp, accepts if groups is None else _whatever)
+    near = _head_counts(model, tp)
     if not near:
         return []
     # TP groups divide every number of heads that TP divides.
@@ -105,66 +72,57 @@ def _heads_over_ranks(model: ModelConfig, accepts: Accepts) -> list[str]:
     return [f"model.num_attention_heads={one_of(near)}" + ("" if suits else f" with model.num_query_groups={tp}")]
 
 
-def _tensor_parallel_sizes(model: ModelConfig, launch: Launch | None) -> str:
-    """The values of `tensor_model_parallel_size` that heads, groups, widths, sequence and processes allow."""
-
-    def is_legal(size: int) -> bool:
-        candidate = replace(model, tensor_model_parallel_size=size)
-        fits = launch is None or launch.world_size % model_parallel_size(candidate) == 0
-        return fits and not [*_widths_over_tensor_ranks(candidate, _whatever), *_sequence(candidate, _whatever)]
-
-    heads, groups = model.num_attention_heads, num_query_groups(model)
-    sizes = [size for size in divisors(math.gcd(heads, groups)) if is_legal(size)]
-    if sizes:
-        return f"model.tensor_model_parallel_size={one_of(sizes)}"
-    also = " with model.sequence_parallel=false" if model.sequence_parallel else ""
-    return f"model.tensor_model_parallel_size=1{also}"
+def _tensor_parallel_sizes(model: ModelConfig) -> str:
+    """The values of `tensor_model_parallel_size` that divide heads, groups, widths and sequence."""
+    ffn = model.ffn_hidden_size if model.num_moe_experts is None else None
+    length = model.encoder_seq_length // model.context_parallel_size if model.sequence_parallel else 0
+    widths = (model.hidden_size, ffn or 0, padded_vocab_size(model), length)
+    sizes = divisors(math.gcd(model.num_attention_heads, num_query_groups(model), *widths))
+    if model.sequence_parallel and sizes == [1]:
+        return "model.tensor_model_parallel_size=1 with model.sequence_parallel=false"
+    return f"model.tensor_model_parallel_size={one_of(sizes[1:] if model.sequence_parallel else sizes)}"
 
 
-def _attention_heads(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
+def _attention_heads(model: ModelConfig) -> Iterator[str]:
     """Heads over width, groups and tensor-parallel ranks."""
     heads, tp, groups = model.num_attention_heads, model.tensor_model_parallel_size, num_query_groups(model)
     asked, tensor_parallel = f"model.num_attention_heads={heads}", f"model.tensor_model_parallel_size={tp}"
     if model.kv_channels is None and model.hidden_size % heads:
-        yield f"model.hidden_size={model.hidden_size} is not divisible by {asked}; {_hidden_sizes(model, accepts)}"
+        yield f"model.hidden_size={model.hidden_size} is not divisible by {asked}; {_hidden_sizes(model)}"
     legal_groups = [count for count in divisors(heads) if count % tp == 0] or divisors(heads)
     if heads % groups:
         ways = [f"model.num_query_groups={one_of(legal_groups)}"]
-        near = [] if groups % tp else _head_counts(model, groups, accepts)
+        near = [] if groups % tp else _head_counts(model, groups)
         ways += [f"model.num_attention_heads={one_of(near)}"] if near else []
         yield indivisible(asked, f"model.num_query_groups={groups}", *ways)
     if heads % tp:
-        ways = [*_heads_over_ranks(model, accepts), _tensor_parallel_sizes(model, launch)]
+        ways = [*_heads_over_ranks(model), _tensor_parallel_sizes(model)]
         yield indivisible(asked, tensor_parallel, *ways)
     elif heads % groups == 0 and groups % tp:
         # megatron-core can repeat a group over several ranks, at the price of gathering every QKV product. This is
         # refused because weights must not depend on the layout.
-        ways = [f"model.num_query_groups={one_of(legal_groups)}", _tensor_parallel_sizes(model, launch)]
+        ways = [f"model.num_query_groups={one_of(legal_groups)}", _tensor_parallel_sizes(model)]
         yield indivisible(f"model.num_query_groups={groups}", tensor_parallel, *ways)
 
 
-def _rotated_pairs(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
+def _rotated_pairs(model: ModelConfig) -> Iterator[str]:
     """The number of channels that rope rotates must be even."""
     hidden, heads, channels = model.hidden_size, model.num_attention_heads, kv_channels(model)
     if _rotates_pairs(model, channels) or (model.kv_channels is None and hidden % heads):
         return
     if model.kv_channels is None:
         cause = f"model.hidden_size={hidden} makes {heads} heads (model.num_attention_heads) of {channels} channels"
-        way = _hidden_sizes(model, accepts)
+        way = _hidden_sizes(model)
     else:
-        cause = f"model.kv_channels={channels}"
-        legal = (width for width in _multiples(channels, 1) if _rotates_pairs(model, width))
-        near = _nearest(model, "kv_channels", legal, accepts)
-        # With a tiny share, no width within reach rotates a pair.
-        way = f"use {one_of(near)}" if near else ""
+        cause, way = f"model.kv_channels={channels}", f"use {one_of(multiples_near(channels, 2))}"
     if model.rotary_percentage < 1:
         share = f"model.rotary_percentage={model.rotary_percentage}"
         cause += f", of which {share} rotates {_rotated_channels(model, channels)}"
-        way = f"{way}, or another rotary_percentage" if way else "use another rotary_percentage"
+        way = "use another rotary_percentage, or another model.kv_channels"
     yield f"{cause}, and rope rotates pairs of channels; {way}"
 
 
-def _widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
+def _widths_over_tensor_ranks(model: ModelConfig) -> Iterator[str]:
     """Matrices and embedding rows that tensor-parallel ranks split."""
     tp = model.tensor_model_parallel_size
     tensor_parallel = f"model.tensor_model_parallel_size={tp}"
@@ -174,7 +132,7 @@ def _widths_over_tensor_ranks(model: ModelConfig, accepts: Accepts) -> Iterator[
         widths.append(("ffn_hidden_size", model.ffn_hidden_size))
     for name, value in widths:
         if value % tp:
-            near = one_of(_nearest(model, name, _multiples(value, tp), accepts))
+            near = one_of(multiples_near(value, tp))
             yield indivisible(f"model.{name}={value}", tensor_parallel, near, "another tensor_model_parallel_size")
     if padded_vocab_size(model) % tp:
         padded = f"model.vocab_size={model.vocab_size}, padded to {padded_vocab_size(model)},"
@@ -189,7 +147,7 @@ def _sequence_step(model: ModelConfig) -> int:
     return math.lcm(2 * cp if cp > 1 else 1, tp * cp if model.sequence_parallel else 1)
 
 
-def _sequence(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
+def _sequence(model: ModelConfig) -> Iterator[str]:
     """Sequence and context parallelism."""
     tp, cp, length = model.tensor_model_parallel_size, model.context_parallel_size, model.encoder_seq_length
     if model.sequence_parallel and tp == 1:
@@ -205,16 +163,16 @@ def _sequence(model: ModelConfig, accepts: Accepts) -> Iterator[str]:
     if length % need:
         causes = [f"2 × model.context_parallel_size={cp}"] if cp > 1 else []
         causes += [f"model.tensor_model_parallel_size={tp} with sequence_parallel"] if model.sequence_parallel else []
-        near = one_of(_nearest(model, "encoder_seq_length", _multiples(length, need), accepts))
+        near = one_of(multiples_near(length, need))
         yield indivisible(f"model.encoder_seq_length={length}", f"{need} ({' and '.join(causes)})", near)
 
 
-def division_problems(model: ModelConfig, launch: Launch | None, accepts: Accepts) -> Iterator[str]:
-    """All rules above; without `launch`, none about the world size."""
-    yield from _attention_heads(model, launch, accepts)
-    yield from _rotated_pairs(model, accepts)
-    yield from _widths_over_tensor_ranks(model, accepts)
-    yield from _sequence(model, accepts)
+def division_problems(model: ModelConfig) -> Iterator[str]:
+    """All rules above."""
+    yield from _attention_heads(model)
+    yield from _rotated_pairs(model)
+    yield from _widths_over_tensor_ranks(model)
+    yield from _sequence(model)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,8 +184,6 @@ class _Need:
     step: int
     why: str
     """Why, in the words of the message."""
-    instead: tuple[str, int] | None = None
-    """A way out by another key of the model."""
 
 
 def _weight(linear: Linear, model: ModelConfig, unit: int) -> str:
@@ -264,8 +220,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             step = _step(count, unit)
             why = _weight(fp8[kind], model, unit)
             if model.kv_channels is None:
-                instead = ("kv_channels", multiples_near(kv_channels(model), step)[-1])
-                yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why, instead=instead)
+                yield _Need(key="hidden_size", value=hidden, step=heads * step, why=why)
             else:
                 yield _Need(key="kv_channels", value=model.kv_channels, step=step, why=why)
     gated = 2 if model.activation is Activation.swiglu else 1
@@ -276,8 +231,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             if kind in _OF_EXPERTS and model.moe_ffn_hidden_size is not None:
                 yield _Need(key="moe_ffn_hidden_size", value=model.moe_ffn_hidden_size, step=step, why=why)
             elif model.ffn_hidden_size is None:
-                instead = ("ffn_hidden_size", multiples_near(ffn_hidden_size(model), step)[-1])
-                yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why, instead=instead)
+                yield _Need(key="hidden_size", value=hidden, step=_step(4, step), why=why)
             else:
                 yield _Need(key="ffn_hidden_size", value=model.ffn_hidden_size, step=step, why=why)
 
@@ -297,7 +251,6 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
         rows = settings.recipe.gathered_rows
         why = f"what a rank casts before it is gathered (model.sequence_parallel=true) must be a multiple of {rows}"
         needs.append((columns[0].local_tokens, cp * tp, rows, why))
-    near = multiples_near(micro, math.lcm(*(_step(length, ranks * rows) for _, ranks, rows, _ in needs)))[-1]
     for tokens, ranks, rows, rule in needs:
         # `_sequence` requires the second anyway, so every value offered here is legal.
         step = math.lcm(_step(micro, ranks * rows), _sequence_step(model))
@@ -306,11 +259,10 @@ def _needs_of_tokens(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, L
             value=length,
             step=step,
             why=f"with model.micro_batch_size={micro} a rank has {tokens} tokens, and {rule}",
-            instead=("micro_batch_size", near),
         )
 
 
-def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
+def fp8_shape_problems(run: Resolved) -> Iterator[str]:
     """One message for each key that makes a shape unfit for FP8 products; the sizes are positive and divide."""
     model, settings = run.model, run.fp8
     if settings is None:
@@ -328,7 +280,4 @@ def fp8_shape_problems(run: Resolved, accepts: Accepts) -> Iterator[str]:
         broken = [need for need in of_key if need.value % need.step]
         if broken:
             values = one_of(multiples_near(broken[0].value, math.lcm(*(need.step for need in of_key))))
-            ways = [values]
-            if (other := broken[0].instead) is not None and accepts(*other):
-                ways.append(f"model.{other[0]}={other[1]}")
-            yield f"model.{key}={broken[0].value}: {broken[0].why}; use {', or '.join(ways)}"
+            yield f"model.{key}={broken[0].value}: {broken[0].why}; use {values}"

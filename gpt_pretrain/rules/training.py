@@ -76,6 +76,16 @@ def _optimizer(config: Config) -> Iterator[str]:
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
         ways = names_with("has_distributed_form"), off
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
+    tp = config.model.tensor_model_parallel_size
+    if OPTIMIZERS[optim.name].needs_whole_matrices and tp > 1:
+        why = "it needs whole matrices, which tensor parallelism cuts"
+        yield refusal(
+            f"model.optim.name={optim.name.name}",
+            f"model.tensor_model_parallel_size={tp}",
+            why,
+            "model.optim.name=adam",
+            "model.tensor_model_parallel_size=1",
+        )
 
 
 def _schedule(config: Config) -> Iterator[str]:

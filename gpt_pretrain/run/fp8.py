@@ -57,7 +57,6 @@ class Fp8Settings:
     params: bool
     """Weights stored and gathered in FP8."""
     dot_product_attention: bool
-    multi_head_attention: bool
     num_layers_at_start_in_bf16: int
     num_layers_at_end_in_bf16: int
     exclude: tuple[str, ...]
@@ -114,7 +113,6 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
         wgrad=recipe.has_wgrad and model.fp8_wgrad is not False,
         params=model.fp8_params,
         dot_product_attention=model.fp8_dot_product_attention,
-        multi_head_attention=model.fp8_multi_head_attention,
         num_layers_at_start_in_bf16=(1 if start is None else start) if kept else 0,
         num_layers_at_end_in_bf16=(1 if end is None else end) if kept else 0,
         exclude=tuple(model.fp8_exclude),

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from gpt_pretrain.config.choices import MomentDtype, OptimizerName
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import OptimConfig
+from gpt_pretrain.extend import OwnOptimizer, registered_optimizer
 from gpt_pretrain.kernels import SCALED_BLOCK
 
 # Bytes of a parameter's moment; scaled types have one fp32 scale per block.
@@ -39,11 +40,13 @@ class Optimizer:
     """Bytes of fp32 states per parameter, without masters."""
     moved_bytes: int
     """Bytes read and written per parameter and step: gradient, master, states and the BF16 weight."""
+    needs_whole_matrices: bool = False
+    """It cannot update a part of a matrix by itself."""
     unread: Mapping[str, str] = field(default_factory=dict)
     """Keys of `model.optim` that it ignores, with the reasons."""
 
 
-OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
+_BUILT_IN: Mapping[OptimizerName, Optimizer] = {
     OptimizerName.adam: Optimizer(
         core_name="adam",
         class_name="AdamW",
@@ -67,6 +70,33 @@ OPTIMIZERS: Mapping[OptimizerName, Optimizer] = {
         unread=dict.fromkeys(("betas", "eps"), "model.optim.name=sgd: it is Adam's"),
     ),
 }
+
+
+class _Optimizers(dict[OptimizerName, Optimizer]):
+    """The program's own; others are looked up among the registered ones."""
+
+    def __missing__(self, name: OptimizerName) -> Optimizer:
+        registered = registered_optimizer(name)
+        assert registered is not None, "a name is a record's here or a registered one"
+        own: OwnOptimizer = registered.value
+        states = [state for state in own.states if state != "step"]
+        unread = [key for key in ("betas", "eps", "momentum") if key not in own.reads]
+        return Optimizer(
+            # It takes Adam's place: megatron-core builds and shards no others by name.
+            core_name="adam",
+            class_name="SkippingOptimizer",
+            decoupled_weight_decay=True,
+            has_distributed_form=own.elementwise,
+            needs_whole_matrices=not own.elementwise,
+            has_small_states=False,
+            state_bytes=lambda _: 4 * len(states),
+            # As Adam's, and what an update copies to be able to skip: `SkippingOptimizer`.
+            moved_bytes=18 + 8 * len(states) + 28 * (1 + len(states)),
+            unread=dict.fromkeys(unread, f"model.optim.name={name.name}, which does not read it"),
+        )
+
+
+OPTIMIZERS: Mapping[OptimizerName, Optimizer] = _Optimizers(_BUILT_IN)
 
 
 def names_with(column: str) -> str:

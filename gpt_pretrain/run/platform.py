@@ -59,7 +59,6 @@ _TORCHAO = "torchao.float8.float8_training_tensor", "Float8TrainingTensor", "hp_
 # The Python modules and compiled kernels that each part of apex needs.
 APEX_PARTS = {
     "apex_layer_norm": ("apex.normalization", "fused_layer_norm_cuda"),
-    "apex_optimizer": ("apex.optimizers", "amp_C"),
     "apex_softmax": ("scaled_upper_triang_masked_softmax_cuda",),
     "apex_weight_gradient": ("fused_weight_gradient_mlp_cuda",),
 }
@@ -123,8 +122,6 @@ class Platform(JsonObject):
     library_problems: Mapping[str, str] = field(default_factory=dict)
     """Name of each `Library` that is installed and cannot be used → why."""
     apex_layer_norm: bool = False
-    apex_optimizer: bool = False
-    """apex's fused Adam and multi-tensor kernels; TE brings its own."""
     apex_softmax: bool = False
     """The fused scale-mask-softmax kernels for layers without TE."""
     apex_weight_gradient: bool = False

@@ -25,7 +25,6 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from megatron.core.transformer.module import MegatronModule, param_is_not_shared
 
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import to_json_value
@@ -33,6 +32,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.megatron.whole_layers import without_graphs
 from gpt_pretrain.run.run_spec import RunSpec
 from gpt_pretrain.training.step import compute_gradients, mean_loss

@@ -18,6 +18,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.extend import REGISTERED
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole
@@ -116,6 +117,8 @@ def _describe_places(setup: Setup) -> dict[str, str]:
     done, max_steps, start = setup.progress.step, setup.config.trainer.max_steps, setup.start
     steps = f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
     places = {"directory": str(setup.run_dir), "steps": steps}
+    if REGISTERED:
+        places["extensions"] = ", ".join(f"{each.kind} {each.name} ({each.module})" for each in REGISTERED)
     if start is not None:
         places["weights from" if start.weights_only else "resumed from"] = str(start.checkpoint.path)
     return places

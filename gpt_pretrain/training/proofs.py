@@ -8,13 +8,13 @@ unusual is a warning (`fp8/comparisons.py`).
 
 from collections.abc import Callable, Mapping, Sequence
 
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.proof import Proof, ProofError
 from gpt_pretrain.megatron.optimizer import StepResult
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.report.records import Fp8CoverageRecord, Record
-from gpt_pretrain.training.step import Meter
+from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import find_first_scales
 

@@ -5,6 +5,7 @@ import shlex
 import sys
 import time
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,17 +20,19 @@ from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
+from gpt_pretrain.extend import registered, sources
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
+from gpt_pretrain.megatron.own_optimizer import check_own_optimizer
 from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
 from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.report.records import EndReason, Record
-from gpt_pretrain.report.sinks import MetricsSinks
+from gpt_pretrain.report.sinks import ExtensionSink, MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.training.generation import check_prompt, write_sample
@@ -63,7 +66,8 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
     with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
-        check_ranks_agree(dict(flatten(config_to_dict(config))))
+        check_ranks_agree({**dict(flatten(config_to_dict(config))), **sources()})
+        check_own_optimizer(config)
 
         # Rank 0 alone holds it.
         held: list[HeldDirectory] = []
@@ -148,6 +152,9 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
         config=config_to_dict(config),
         command=shlex.join(["python", *sys.orig_argv[1:]]),
         versions=", ".join(library_versions()),
+        more=[
+            partial(ExtensionSink, each, run_dir, config, start_step=setup.progress.step) for each in registered("sink")
+        ],
     )
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 from gpt_pretrain.checkpoint.directory import remove_unfinished
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
 from gpt_pretrain.checkpoint.manifest import Progress
-from gpt_pretrain.checkpoint.state import Trainable, keeps_fp8_state
+from gpt_pretrain.checkpoint.state import keeps_fp8_state
+from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
@@ -20,6 +21,7 @@ from gpt_pretrain.launch.run_dir import nearest_existing
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.run.run_spec import RunSpec
@@ -61,6 +63,8 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     """Builds a run and restores its checkpoint, if any; a UserError if it cannot be used. Every rank calls it."""
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
+    if start is not None and not start.weights_only:
+        _check_extensions(start)
     _check_fp8_state(start, spec)
     on_rank_zero(lambda: _check_disk(start, spec, run_dir / "checkpoints"))
     model = build_model(spec, fp8_layers(spec))
@@ -93,6 +97,13 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         train_data=train_data,
         valid_data=valid_data,
     )
+
+
+def _check_extensions(start: Start) -> None:
+    """Refuses to drop the extensions that a run has had, unless the command line says which ones it has now."""
+    problem = own.missing_problem(start.checkpoint.manifest.config.get("extensions"))
+    if problem is not None and not own.GIVEN:
+        raise UserError(f"{start.checkpoint.path} was saved with {problem}, or extensions=[] to go on without it")
 
 
 def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:

@@ -1,29 +1,20 @@
-"""One optimizer step and one validation, through megatron-core's pipeline schedules: mean loss, speed and memory."""
+"""One optimizer step and one validation, through megatron-core's pipeline schedules."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
 from typing import Any
 
-import psutil
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from gpt_pretrain.checkpoint.manifest import Progress
-from gpt_pretrain.checkpoint.state import Trainable
-from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
-from gpt_pretrain.plan.machine import bf16_peak_tflops
-from gpt_pretrain.report.records import TrainRecord
-from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.megatron.trainable import Trainable
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
@@ -156,70 +147,3 @@ def mean_loss(loss_sum_and_tokens: torch.Tensor) -> float:
     """Loss per token from the sum of losses and the number of tokens, [2]; NaN without tokens. Waits for the device."""
     loss_sum, num_tokens = loss_sum_and_tokens.tolist()
     return float(loss_sum / num_tokens) if num_tokens else float("nan")
-
-
-class Meter:
-    """Adds up steps on the device. Reading the sums, at the logging interval, is when the host waits."""
-
-    def __init__(self, spec: RunSpec) -> None:
-        self._config = spec.config
-        self._num_gpus = spec.launch.world_size
-        self._platform = spec.platform
-        self._peak_tflops = spec.config.logging.peak_tflops or bf16_peak_tflops(spec.platform.device_name)
-        self.restart()
-
-    def restart(self) -> None:
-        """Begins a new interval."""
-        # Sum of losses, tokens, skipped steps.
-        self._sums = torch.zeros(3, device=torch.cuda.current_device())
-        self._num_steps = 0
-        self._started = time.monotonic()
-
-    def add(self, result: StepResult) -> None:
-        """Counts a step without waiting for it."""
-        # A skipped step's loss may be NaN, and would make the mean NaN.
-        seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
-        self._sums += torch.cat([seen, result.skipped.float().view(1)])
-        self._num_steps += 1
-
-    @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Keeps validation and checkpoints out of the step time."""
-        torch.cuda.synchronize()
-        began = time.monotonic()
-        yield
-        self._started += time.monotonic() - began
-
-    def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
-        """Waits for the device and begins the next interval; the same numbers on every rank."""
-        loss = mean_loss(self._sums[:2])
-        skipped_steps = round(self._sums[2].item())
-        grad_norm = float(result.grad_norm)
-        step_time_s = (time.monotonic() - self._started) / self._num_steps
-        model = self._config.model
-        tokens_per_s = model.global_batch_size * model.encoder_seq_length / step_time_s
-        tflops = tokens_per_s * flops_per_token(model) / self._num_gpus / 1e12
-        self.restart()
-        return TrainRecord(
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * model.encoder_seq_length,
-            loss=loss,
-            lr=lr,
-            grad_norm=grad_norm,
-            skipped_steps=skipped_steps,
-            step_time_s=step_time_s,
-            tokens_per_s=tokens_per_s,
-            tokens_per_s_per_gpu=tokens_per_s / self._num_gpus,
-            tflops_per_gpu=tflops,
-            mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
-            memory_gib=memory_gib(self._platform),
-            eta_s=(self._config.trainer.max_steps - progress.step) * step_time_s,
-            time_unix=time.time(),
-        )
-
-
-def memory_gib(platform: Platform) -> float:
-    """Peak memory of tensors on this GPU in GiB; without a GPU the process's resident memory."""
-    used = torch.cuda.max_memory_allocated() if platform.cuda else psutil.Process().memory_info().rss
-    return float(used) / 2**30

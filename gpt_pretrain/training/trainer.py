@@ -17,11 +17,13 @@ from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
+from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
+from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import Meter, data_iterators, train_step, validate
+from gpt_pretrain.training.step import data_iterators, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.stragglers import Stragglers
 from gpt_pretrain.training.watchdog import Watchdog
@@ -49,7 +51,9 @@ class Trainer:
         """Why the run gave up, for the user."""
         self._setup = setup
         self._trainable = trainable
-        self._log = log
+        self._newest: StepResult | None = None
+        self._callbacks = Callbacks(setup, watchdog, self._read_loss)
+        self._write = log
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(setup.spec)
@@ -65,7 +69,7 @@ class Trainer:
             trainable,
             number=self.progress.fp8_proofs,
             saved=setup.fp8_digests,
-            log=log,
+            log=self._log,
             watchdog=watchdog,
             meter=self._meter,
         )
@@ -90,9 +94,21 @@ class Trainer:
         build = partial(self._build_train_batches, consumed_samples=consumed_samples)
         return data_iterators(self._trainable.model, build)
 
+    def _read_loss(self) -> float:
+        """Waits for the newest step's loss."""
+        if self._newest is None:
+            return math.nan
+        loss_sum, num_tokens = self._newest.loss_sum_and_tokens.tolist()
+        return float(loss_sum / num_tokens)
+
+    def _log(self, record: Record) -> None:
+        self._callbacks.logged(record)
+        self._write(record)
+
     def train(self, stop: StopRequest) -> EndReason:
         """Trains to the last step or the first reason to stop, the same on all ranks; every rank calls it."""
         with self._saver, self._scheduled_garbage_collection():
+            self._callbacks.start()
             if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
                 # The first save need not wait for host memory then. A run that saves only by the clock may end before.
                 with self._watchdog.busy("reserving host memory"), self._trainable.model.gathered_parameters():
@@ -111,6 +127,7 @@ class Trainer:
             except GivesUpError as error:
                 reason, self.problem = error.reason, self._dump(error)
             self._wait_for_save()
+            self._callbacks.end(self.progress.step, reason)
             # No later save can make up for one that failed. A run that gave up has a message that says more.
             if self._save_problem is not None and self.problem is None:
                 raise RunError(self._save_problem)
@@ -143,6 +160,7 @@ class Trainer:
             if by_steps or stop.save_is_due:
                 self.save(by_clock=not by_steps)
                 stop.saved()
+            self._callbacks.after_step(self.progress.step)
             if self._after_step is not None:
                 self._after_step(self.progress.step, result)
             reason = stop.poll()
@@ -158,6 +176,7 @@ class Trainer:
             result = self._proofs.step(step, partial(train_step, self._trainable, self._train_batches))
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
+        self._newest = result
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
         self._settle(self._saver.poll())
@@ -204,6 +223,7 @@ class Trainer:
                     time_s=time.monotonic() - began,
                 )
             )
+            self._callbacks.validation(self.progress.step)
 
     def save(self, *, by_clock: bool = False) -> None:
         """Begins a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
@@ -249,6 +269,8 @@ class Trainer:
                     problem=outcome.problem,
                 )
             )
+            if outcome.problem is None:
+                self._callbacks.save(self.progress.step, outcome.path)
             if outcome.problem is not None and self.config.checkpoint.on_save_error is OnSaveError.stop:
                 raise RunError(outcome.problem)
 

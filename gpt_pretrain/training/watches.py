@@ -22,12 +22,12 @@ from megatron.core import parallel_state
 from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker, get_moe_metrics_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.delayed import gradient_scales
 from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.report.records import ExpertsRecord, Fp8Record, Fp8Tensor
 from gpt_pretrain.training.step import compute_gradients
 

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from megatron.core import parallel_state
 
-from gpt_pretrain.checkpoint.state import Trainable
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.fp8.gemms import Phase, Role
@@ -23,6 +22,7 @@ from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
+from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.training.step import data_iterators, train_step
 

@@ -1,0 +1,110 @@
+"""Optimizers that extensions register: any `torch.optim.Optimizer`, made to skip updates on the device.
+
+`check_own_optimizer` tries one on a small matrix before a run builds its model, and refuses it if its registration does
+not say how it behaves: wrong states would be missing in the plan and in checkpoints.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.extend import Registered, registered_optimizer
+
+
+class SkippingOptimizer(torch.optim.Optimizer):
+    """Steps another optimizer one parameter at a time, and takes a step back on the device if `found_inf` is not zero.
+
+    A parameter's values and states are copied before its step. The host does not learn which ones stay.
+    """
+
+    found_inf: torch.Tensor
+
+    def __init__(self, inner: torch.optim.Optimizer, state_names: Sequence[str], registered: Registered) -> None:
+        super().__init__(inner.param_groups, inner.defaults)
+        self.state_names = state_names
+        self._inner, self._registered = inner, registered
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """One step of all parameters with gradients."""
+        assert closure is None, "megatron-core computes the gradients"
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._step_one(group, parameter)
+
+    def _step_one(self, group: dict[str, Any], parameter: torch.Tensor) -> None:
+        states = self.state[parameter]
+        before = parameter.clone(), {name: states[name].clone() for name in self.state_names}
+        self._inner.param_groups, self._inner.state = [{**group, "params": [parameter]}], self.state
+        with self._registered.named("step"):
+            self._inner.step()
+        skips = self.found_inf > 0
+        parameter.copy_(torch.where(skips, before[0], parameter))
+        for name, value in before[1].items():
+            states[name].copy_(torch.where(skips, value, states[name]))
+
+
+def build_own(registered: Registered, config: Config, *, params: list[dict[str, Any]], **_: Any) -> SkippingOptimizer:
+    """Builds a registered optimizer for torch's parameter groups; other arguments are megatron-core's for Adam."""
+    with registered.named("build"):
+        inner = registered.value.build(params, config)
+        if not isinstance(inner, torch.optim.Optimizer):
+            raise UserError(f"it returned {type(inner).__name__}, which is no torch.optim.Optimizer")
+    return SkippingOptimizer(inner, registered.value.states, registered)
+
+
+def check_own_optimizer(config: Config) -> None:
+    """Tries the run's optimizer on a small matrix, if an extension has registered it.
+
+    Raises:
+        UserError: It does not behave as registered.
+    """
+    registered = registered_optimizer(config.model.optim.name)
+    if registered is None:
+        return
+    alone, fresh = _trial(registered, config)
+    before = fresh.detach().clone()
+    group = alone._inner.param_groups[0]
+    settings = {name: value for name, value in group.items() if name != "params"}
+    with registered.named("step"):
+        alone._inner.step()
+    problem = _state_problem(registered, fresh, dict(alone._inner.state[fresh]))
+    if {name: value for name, value in group.items() if name != "params"} != settings:
+        problem = "it changes its parameter groups in a step, which checkpoints and skipped updates do not cover"
+    if problem is None and torch.equal(fresh, before):
+        problem = "its step leaves a parameter as it is"
+    if problem is None:
+        stepped, zeroed = _trial(registered, config)
+        for name in registered.value.states:
+            stepped.state[zeroed][name] = zeroed.new_zeros(()) if name == "step" else torch.zeros_like(zeroed)
+        stepped.found_inf = zeroed.new_zeros(())
+        stepped.step()
+        if not torch.equal(fresh, zeroed):
+            problem = "its first step is another one from states of zeros, which is how a run makes them"
+    if problem is not None:
+        raise UserError(f"{registered}: {problem}")
+
+
+def _trial(registered: Registered, config: Config) -> tuple[SkippingOptimizer, torch.nn.Parameter]:
+    """The optimizer of a matrix with gradients, on the run's device."""
+    device = torch.cuda.current_device()
+    parameter = torch.nn.Parameter(torch.linspace(0.5, 1, 12, device=device).view(3, 4))
+    parameter.grad = torch.linspace(-1, 2, 12, device=device).view(3, 4)
+    return build_own(registered, config, params=[{"params": [parameter]}]), parameter
+
+
+def _state_problem(registered: Registered, parameter: torch.Tensor, found: dict[str, Any]) -> str | None:
+    declared = registered.value.states
+    if set(found) != set(declared):
+        names = ", ".join(sorted(found)) or "none"
+        return f"after a step it has the states {names}, and states={list(declared)} was registered"
+    for name, value in found.items():
+        shape = torch.Size() if name == "step" else parameter.shape
+        if not isinstance(value, torch.Tensor) or value.shape != shape or value.dtype is not torch.float32:
+            kind = f"{value.dtype} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            return f"its state {name!r} is {kind}, and a run keeps fp32 tensors {list(shape)}"
+    return None

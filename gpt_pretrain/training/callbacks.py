@@ -1,0 +1,79 @@
+"""The callbacks of a run's extensions: one object of each, called by the training loop on every rank.
+
+Each call counts as progress for the watchdog, whose limit for a step does not hold for it. What a callback takes after
+a step is part of the step's time, because it is part of what the run costs.
+"""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+from gpt_pretrain.extend import Callback, Registered, Run, registered
+from gpt_pretrain.report.records import EndReason, Record
+from gpt_pretrain.report.sinks import scalars
+from gpt_pretrain.training.setup import Setup
+from gpt_pretrain.training.watchdog import Watchdog
+
+
+class Callbacks:
+    """All callbacks of a run; without any, its methods do nothing."""
+
+    def __init__(self, setup: Setup, watchdog: Watchdog, read_loss: Callable[[], float]) -> None:
+        self._watchdog = watchdog
+        self._model = setup.trainable.model
+        self._callbacks: list[tuple[Registered, Callback]] = []
+        for each in registered("callback"):
+            with each.named("__init__"):
+                self._callbacks.append((each, each.value()))
+        self._metrics: dict[str, float] = {}
+        self._run = Run(
+            config=setup.config,
+            run_dir=setup.run_dir,
+            rank=setup.spec.launch.rank,
+            model=list(self._model.gpt_chunks),
+            optimizer=setup.trainable.optimizer,
+            step=setup.progress.step,
+            metrics=self._metrics,
+            read_loss=read_loss,
+        )
+
+    def logged(self, record: Record) -> None:
+        """Keeps the numbers of a record for the calls that follow."""
+        if self._callbacks:
+            self._metrics |= scalars(record)
+
+    def start(self) -> None:
+        """Before the first step of this process."""
+        self._call("start", lambda callback, run: callback.start(run))
+
+    def after_step(self, step: int) -> None:
+        """After a step, with its number from the start of the whole run."""
+        self._run.step = step
+        self._call("after_step", lambda callback, run: callback.after_step(run))
+
+    def validation(self, step: int) -> None:
+        """After a validation."""
+        self._run.step = step
+        self._call("validation", lambda callback, run: callback.validation(run))
+
+    def save(self, step: int, checkpoint: Path) -> None:
+        """After a checkpoint has been completed."""
+        self._run.step, self._run.checkpoint = step, checkpoint
+        self._call("save", lambda callback, run: callback.save(run))
+
+    def end(self, step: int, reason: EndReason) -> None:
+        """After the last step and save."""
+        self._run.step, self._run.end_reason = step, reason
+        self._call("end", lambda callback, run: callback.end(run))
+
+    def _call(self, hook: str, call: Callable[[Callback, Run], None]) -> None:
+        for each, callback in self._callbacks:
+            # Only those that override it: a step should not wait for calls of nothing.
+            if getattr(type(callback), hook) is getattr(Callback, hook):
+                continue
+            # After a step, the next forward pass gathers the weights that this one left in shards.
+            gathered = nullcontext() if hook == "after_step" else self._model.gathered_parameters()
+            # A copy: what one callback does to it does not reach the next one.
+            with self._watchdog.busy(f"{hook} of {each}"), gathered, each.named(hook):
+                call(callback, replace(self._run))
