@@ -187,13 +187,18 @@ def registered(kind: str) -> list[Registered]:
     return [each for each in REGISTERED if each.kind == kind]
 
 
+def registered_choice(kind: str, choice: OpenChoice) -> Registered | None:
+    """What an extension has registered for the value of a key; None for one of the program's own."""
+    return next((each for each in registered(kind) if each.name == choice.name), None)
+
+
 def sources() -> dict[str, str]:
     """What was registered, with the SHA-256 of the file that did it, which all ranks must share."""
     return {f"{each.kind} {each.name!r} of {each.module}": each.digest for each in REGISTERED}
 
 
 def _register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
-    """Adds to the registry; `builtin` has the program's own names of the kind."""
+    """Adds to the registry, and to `builtin`, which has the program's own names of the kind."""
     file = str(sys.modules[module].__file__)
     new = Registered(kind=kind, name=name, module=module, file=file, value=value)
     others = registered(kind)
@@ -203,6 +208,13 @@ def _register(kind: str, name: str, value: Any, module: str, builtin: type[OpenC
         if other.name == name:
             raise UserError(f"{new} is already registered: {other}; give one of them another name")
     REGISTERED.append(new)
+    if builtin is not None:
+        builtin.add(name)
+
+
+def _check_methods(kind: str, name: str, cls: type, methods: Sequence[str]) -> None:
+    if missing := [method for method in methods if not callable(getattr(cls, method, None))]:
+        raise UserError(f"{kind} {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
 
 
 def callback[C: type[Callback]](name: str) -> Callable[[C], C]:
@@ -225,8 +237,7 @@ def sink[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the methods of `Sink`, as a decorator; `name` is for messages."""
 
     def register(cls: S) -> S:
-        if missing := [method for method in ("write", "close") if not callable(getattr(cls, method, None))]:
-            raise UserError(f"sink {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
+        _check_methods("sink", name, cls, ("write", "close"))
         _register("sink", name, cls, cls.__module__)
         return cls
 
@@ -320,15 +331,9 @@ def optimizer(
     def register(build: BuildOptimizer) -> BuildOptimizer:
         value = OwnOptimizer(build=build, states=tuple(states), reads=tuple(reads), elementwise=elementwise)
         _register("optimizer", name, value, build.__module__, builtin=OptimizerName)
-        OptimizerName.add(name)
         return build
 
     return register
-
-
-def registered_optimizer(name: OptimizerName) -> Registered | None:
-    """An optimizer of an extension (its `value` is an `OwnOptimizer`); None for one of the program's own."""
-    return next((each for each in registered("optimizer") if each.name == name.name), None)
 
 
 class DataSource(Protocol):
@@ -350,18 +355,11 @@ def data_source[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the members of `DataSource`, as a decorator; `model.data.data_impl=NAME` chooses it."""
 
     def register(cls: S) -> S:
-        if missing := [method for method in ("documents", "identity") if not callable(getattr(cls, method, None))]:
-            raise UserError(f"data_source {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
+        _check_methods("data_source", name, cls, ("documents", "identity"))
         _register("data_source", name, cls, cls.__module__, builtin=DataImpl)
-        DataImpl.add(name)
         return cls
 
     return register
-
-
-def registered_source(name: DataImpl) -> Registered | None:
-    """A data source of an extension (its `value` is the class); None for one of the program's own."""
-    return next((each for each in registered("data_source") if each.name == name.name), None)
 
 
 type BuildTokenizer = Callable[[Config], "tokenizers.Tokenizer"]
@@ -377,15 +375,9 @@ def tokenizer(name: str) -> Callable[[BuildTokenizer], BuildTokenizer]:
 
     def register(build: BuildTokenizer) -> BuildTokenizer:
         _register("tokenizer", name, build, build.__module__, builtin=TokenizerLibrary)
-        TokenizerLibrary.add(name)
         return build
 
     return register
-
-
-def registered_tokenizer(name: TokenizerLibrary) -> Registered | None:
-    """A tokenizer of an extension (its `value` is the function); None for one of the program's own."""
-    return next((each for each in registered("tokenizer") if each.name == name.name), None)
 
 
 def _is_enum(kind: Any) -> bool:

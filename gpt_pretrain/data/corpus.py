@@ -25,7 +25,7 @@ from gpt_pretrain.data.token_files import (
     split_matrix,
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source
-from gpt_pretrain.extend import registered_source
+from gpt_pretrain.extend import registered_choice
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
@@ -94,7 +94,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
         )
     source: TextSource | Blend | None
-    if (registered := registered_source(model.data.data_impl)) is not None:
+    if (registered := registered_choice("data_source", model.data.data_impl)) is not None:
         source = OwnSource(registered, config)
     else:
         source = SOURCES[model.data.data_impl](model.data)

@@ -26,7 +26,7 @@ from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreig
 from gpt_pretrain.config.schema import Config, TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
 from gpt_pretrain.data.sources import Piece, TextSource
-from gpt_pretrain.extend import registered_tokenizer
+from gpt_pretrain.extend import registered_choice
 
 # The name that Hugging Face gives the file.
 TOKENIZER_FILE = "tokenizer.json"
@@ -124,7 +124,7 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
 
 def own_tokenizer(config: Config) -> Tokenizer | None:
     """The tokenizer that an extension makes for the configuration; None if the library is one of the program's own."""
-    registered = registered_tokenizer(config.model.tokenizer.library)
+    registered = registered_choice("tokenizer", config.model.tokenizer.library)
     if registered is None:
         return None
     with registered.named("build"):

@@ -137,9 +137,6 @@ class Replay:
             begin, end = begins.get(tensor), ends.get(tensor)
             if tensor[0] not in self._modules:
                 continue
-            for inverse in stored.get(tensor, []):
-                if end is not None and not _is_near(1.0 / inverse, end[1]):
-                    yield _difference(DELAYED_STATE, tensor, "scale of the stored codes", end[1], 1.0 / inverse)
             rows, planned = 0 if end is None else len(end[0]), self._settings.amax_history_len
             if begin is None and end is not None:
                 # Transformer Engine creates them in the first pass.
@@ -148,6 +145,9 @@ class Replay:
                 yield _difference(DELAYED_STATE, tensor, "rows of the amax history", planned, rows)
             elif all(map(math.isfinite, [*seen, *begin[0]])):
                 yield from self._compare(tensor, begin, seen, end, used[tensor])
+                for inverse in stored.get(tensor, []):
+                    if not _is_near(1.0 / inverse, end[1]):
+                        yield _difference(DELAYED_STATE, tensor, "scale of the stored codes", end[1], 1.0 / inverse)
                 largest, smallest = joined[tensor]
                 for what, mine, high, low in zip(
                     ("scale", "amax history"), own[tensor], largest, smallest, strict=True

@@ -11,7 +11,7 @@ import torch
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend import Registered, registered_optimizer
+from gpt_pretrain.extend import Registered, registered_choice
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -63,7 +63,7 @@ def check_own_optimizer(config: Config) -> None:
     Raises:
         UserError: It does not behave as registered.
     """
-    registered = registered_optimizer(config.model.optim.name)
+    registered = registered_choice("optimizer", config.model.optim.name)
     if registered is None:
         return
     alone, fresh = _trial(registered, config)

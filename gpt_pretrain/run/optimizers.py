@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from gpt_pretrain.config.choices import MomentDtype, OptimizerName
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import OptimConfig
-from gpt_pretrain.extend import OwnOptimizer, registered_optimizer
+from gpt_pretrain.extend import OwnOptimizer, registered_choice
 from gpt_pretrain.kernels import SCALED_BLOCK
 
 # Bytes of a parameter's moment; scaled types have one fp32 scale per block.
@@ -76,7 +76,7 @@ class _Optimizers(dict[OptimizerName, Optimizer]):
     """The program's own; others are looked up among the registered ones."""
 
     def __missing__(self, name: OptimizerName) -> Optimizer:
-        registered = registered_optimizer(name)
+        registered = registered_choice("optimizer", name)
         assert registered is not None, "a name is a record's here or a registered one"
         own: OwnOptimizer = registered.value
         states = [state for state in own.states if state != "step"]

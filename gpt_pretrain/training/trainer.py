@@ -23,7 +23,7 @@ from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import data_iterators, train_step, validate
+from gpt_pretrain.training.step import data_iterators, mean_loss, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.stragglers import Stragglers
 from gpt_pretrain.training.watchdog import Watchdog
@@ -96,10 +96,7 @@ class Trainer:
 
     def _read_loss(self) -> float:
         """Waits for the newest step's loss."""
-        if self._newest is None:
-            return math.nan
-        loss_sum, num_tokens = self._newest.loss_sum_and_tokens.tolist()
-        return float(loss_sum / num_tokens)
+        return math.nan if self._newest is None else mean_loss(self._newest.loss_sum_and_tokens)
 
     def _log(self, record: Record) -> None:
         self._callbacks.logged(record)
