@@ -44,14 +44,8 @@ class EmbeddingGradient(Feature):
     def build_into_model(self, chunks: Sequence[Any]) -> None:
         for chunk in chunks:
             if chunk.pre_process:
-                embedding: Any = chunk.embedding.word_embeddings
-                accumulating = embedding_class()
-                assert type(embedding) is accumulating.__base__, "it was written for this very class"
-                embedding.__class__ = accumulating
-                embedding.is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
-                if embedding.is_tied:
-                    # What the head returns beside its main gradient must not be added to that.
-                    embedding.weight.zero_out_wgrad = False
+                is_tied = chunk.post_process and chunk.share_embeddings_and_output_weights
+                chunk.embedding.word_embeddings = embedding_class()(chunk.embedding.word_embeddings, is_tied=is_tied)
 
 
 @cache
@@ -60,12 +54,26 @@ def embedding_class() -> Any:
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
     from torch import is_grad_enabled
+    from torch.nn import Module
 
     from gpt_pretrain.kernels.embedding import look_up
 
     class AccumulatingEmbedding(VocabParallelEmbedding):  # type: ignore[misc]  # megatron-core has no types
-        is_tied: bool
-        """The LM head of the same chunk shares the weight, and reports its gradient to data parallelism."""
+        def __init__(self, plain: VocabParallelEmbedding, *, is_tied: bool) -> None:
+            """Takes the place of `plain`, with its weight.
+
+            If `is_tied`, the LM head of the same chunk shares the weight, and reports its gradient to data parallelism.
+            """
+            assert type(plain) is VocabParallelEmbedding, "it was written for this very class"
+            # megatron-core's constructor would allocate and draw another weight, and change what dropout draws later.
+            Module.__init__(self)
+            own = self.__dict__
+            own.update({name: value for name, value in vars(plain).items() if name not in own})
+            self.weight = plain.weight
+            self.is_tied = is_tied
+            if is_tied:
+                # What the head returns beside its main gradient must not be added to that.
+                self.weight.zero_out_wgrad = False
 
         @override
         def forward(self, input_: Any) -> Any:

@@ -1,10 +1,10 @@
 """The loss: from hidden states to the loss of each token, and from there to that of a microbatch.
 
-megatron-core writes the logits of a microbatch, keeps them as an fp32 softmax and passes over them some ten times.
-`LossHead` replaces its LM head (`model.cross_entropy_loss_fusion` with `cross_entropy_fusion_impl=linear`):
-`kernels.cross_entropy` sends a few thousand tokens at a time through the head and never holds all logits. It computes
-gradients in the forward pass, so each logit is computed once. That needs the gradient of each token's loss in advance:
-`loss_gradient` predicts it, and the backward pass checks the one that arrives.
+megatron-core writes the logits of a microbatch, keeps them as an fp32 softmax and passes over them some ten times. With
+`model.cross_entropy_loss_fusion` and `cross_entropy_fusion_impl=linear` the model's head, `LossHead`, goes on to the
+losses instead: `kernels.cross_entropy` sends a few thousand tokens at a time through the head and never holds all
+logits. It computes gradients in the forward pass, so each logit is computed once. That needs the gradient of each
+token's loss in advance: `loss_gradient` predicts it, and the backward pass checks the one that arrives.
 
 With other losses megatron-core computes logits and token losses itself. Either way `summed_loss` reduces token losses
 to what its schedules expect.
@@ -13,7 +13,6 @@ Under tensor parallelism each rank holds a part of the vocabulary. The ranks exc
 loss; megatron-core's mappings sum the hidden states' gradients over the ranks, as they do for its own head.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -90,14 +89,6 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
             accumulate=self.gradient_accumulation_fusion,
         )
         return losses.view(labels.size(1), labels.size(0)).t().contiguous(), None
-
-
-def install_loss_heads(chunks: Sequence[Any]) -> None:
-    """Turns the LM heads of model chunks into `LossHead`s."""
-    for chunk in chunks:
-        if chunk.post_process:
-            assert type(chunk.output_layer) is ColumnParallelLinear, "LossHead was written for this very class"
-            chunk.output_layer.__class__ = LossHead
 
 
 def losses_from_head(

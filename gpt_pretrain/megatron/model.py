@@ -1,4 +1,4 @@
-"""The model of this rank: one GPTModel per chunk of its pipeline stage, wrapped for data parallelism.
+"""The model of this rank: one `GPT` per chunk of its pipeline stage, wrapped for data parallelism.
 
 `translate_*` make a run's megatron-core configs: the fields of `core_fields` in torch's and megatron-core's types.
 """
@@ -13,14 +13,12 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
-from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.megatron.core_fields import (
     ActivationFunction,
@@ -36,8 +34,9 @@ from gpt_pretrain.megatron.fallbacks import (
     install_split,
     install_weight_gradients,
 )
+from gpt_pretrain.megatron.gpt import GPT
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
-from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
+from gpt_pretrain.megatron.loss import losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
@@ -92,12 +91,10 @@ def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
     return options
 
 
-def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPTModel]:
-    """The GPTModels of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
+def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPT]:
+    """The `GPT`s of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
-    On the last stage they map tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s]; on the
-    others to hidden states [s, b, h] (s / TP under sequence parallelism). Without TE layers are built from
-    `local_layers`; None: megatron-core's own, compiled if the run asks for it.
+    Without TE layers are built from `local_layers`; None: megatron-core's own, compiled if the run asks for it.
     """
     model, kernels, platform = spec.model, spec.kernels, spec.platform
     transformer_config = translate_transformer(spec)
@@ -116,22 +113,8 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
         with built_without_first_values(fp8_params=transformer_config.fp8_param):
-            chunk = GPTModel(
-                config=transformer_config,
-                transformer_layer_spec=build_layer_spec(transformer_config, kernels, local_layers, stage),
-                vocab_size=padded_vocab_size(model),
-                max_sequence_length=model.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=stage),
-                parallel_output=True,
-                share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-                position_embedding_type=model.position_embedding_type.value,
-                rotary_percent=model.rotary_percentage,
-                rotary_base=model.rotary_base,
-                rope_scaling=model.rope_scaling_factor is not None,
-                rope_scaling_factor=model.rope_scaling_factor or 1.0,
-                vp_stage=stage,
-            )
+            layers = build_layer_spec(transformer_config, kernels, local_layers, stage)
+            chunk = GPT(spec, transformer_config, layers, stage)
         apply_quantization_overrides(chunk)
         leave_sorted(chunk)
         local_layers.attach(chunk)
@@ -145,13 +128,13 @@ class Model:
     """This rank's model, ready to train."""
 
     spec: RunSpec
-    gpt_chunks: list[GPTModel]
+    gpt_chunks: list[GPT]
     """This rank's model chunks."""
     chunks: list[DistributedDataParallel]
     """The same chunks wrapped, for the schedules and the optimizer."""
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
-    """Turns GPTModel's hidden states into losses (`loss.losses_from_head`). None: GPTModel computes the losses."""
+    """Turns hidden states into losses (`loss.losses_from_head`). None: megatron-core computes them from logits."""
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings count once."""
 
@@ -199,8 +182,6 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     gpt_chunks = build_gpt_chunks(spec, local_layers)
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
     linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
-    if linear:
-        install_loss_heads(gpt_chunks)
     for feature in used_features(kernels):
         feature.build_into_model(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
@@ -242,7 +223,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
 
 
 def _parameters_by_group(
-    chunks: Sequence[GPTModel],
+    chunks: Sequence[GPT],
 ) -> Iterator[tuple[torch.distributed.ProcessGroup, list[torch.nn.Parameter]]]:
     """This rank's parameters, those of experts apart, with the ranks that share the model.
 
@@ -263,7 +244,7 @@ def _parameters_by_group(
         yield group, [each for each in whole if rank == 0 or getattr(each, "tensor_model_parallel", False)]
 
 
-def sums_over_parameters(chunks: Sequence[GPTModel], *measures: Callable[[torch.nn.Parameter], int]) -> list[int]:
+def sums_over_parameters(chunks: Sequence[GPT], *measures: Callable[[torch.nn.Parameter], int]) -> list[int]:
     """The sum of each measure over all parameters of the whole model; all ranks call it."""
     totals = torch.zeros(len(measures), dtype=torch.int64)
     for group, parameters in _parameters_by_group(chunks):

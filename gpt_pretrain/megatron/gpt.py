@@ -1,0 +1,71 @@
+"""The model class: megatron-core's GPT with the embedding and the head of this application.
+
+No other file names megatron-core's class, which it deprecated in July 2026 in favour of `HybridModel`. 0.19.2 cannot
+replace it with that yet: `HybridModel` has no virtual pipeline.
+"""
+
+from typing import Any, override
+
+from megatron.core import parallel_state
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.megatron.loss import LossHead
+from gpt_pretrain.run.run_spec import RunSpec
+
+
+class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
+    """The part of a run's model on this pipeline rank, or in one of its virtual stages; weights are not drawn yet.
+
+    On the last stage it maps tokens [b, s] to logits [b, s, vocab / TP], or with labels to losses [b, s]; on the others
+    to hidden states [s, b, h] (s / TP under sequence parallelism).
+    """
+
+    output_layer: Any
+    """On the last stage a `LossHead`."""
+
+    def __init__(
+        self, spec: RunSpec, config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
+    ) -> None:
+        model = spec.model
+        super().__init__(
+            config=config,
+            transformer_layer_spec=layers,
+            vocab_size=padded_vocab_size(model),
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
+            parallel_output=True,
+            share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
+            position_embedding_type=model.position_embedding_type.value,
+            rotary_percent=model.rotary_percentage,
+            rotary_base=model.rotary_base,
+            rope_scaling=model.rope_scaling_factor is not None,
+            rope_scaling_factor=model.rope_scaling_factor or 1.0,
+            vp_stage=vp_stage,
+        )
+
+    @override
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Puts a `LossHead` in place of megatron-core's LM head, and marks the weights; the last call of a build."""
+        if self.post_process:
+            assert type(self.output_layer) is ColumnParallelLinear, "LossHead was written for this very class"
+            weight = self.output_layer.weight
+            self.output_layer = LossHead(
+                self.config.hidden_size,
+                self.vocab_size,
+                config=self.config,
+                init_method=self.config.init_method,
+                bias=False,
+                gather_output=not self.parallel_output,
+                # Drawing another one would change what dropout draws later.
+                skip_weight_param_allocation=True,
+                embedding_activation_buffer=self.embedding_activation_buffer,
+                grad_output_buffer=self.grad_output_buffer,
+                tp_group=self.pg_collection.tp,
+            )
+            self.output_layer.weight = weight
+        super().setup_embeddings_and_output_layer()
