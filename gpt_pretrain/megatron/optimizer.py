@@ -9,7 +9,7 @@ Delayed scaling's state has moved on by then, and is put back first (`fp8.infini
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,13 +48,15 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     # Whatever else is installed.
     patch(
         OPTIMIZERS,
-        USING_PYTORCH_OPTIMIZER=not precision_aware and own is None,
-        Adam=PrecisionAwareAdam if own is None else partial(build_own, own, spec.config),
+        USING_PYTORCH_OPTIMIZER=not precision_aware,
+        Adam=PrecisionAwareAdam,
         SGD=torch.optim.SGD,
         DistributedOptimizer=PrecisionAwareOptimizer if precision_aware else DistributedOptimizer,
     )
     patch(OPTIMIZER_STATES, HAVE_APEX_OR_TE=False)
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
+    if own is not None:
+        _exchange(optimizer, partial(build_own, own, spec.config))
     forget_first_values(model.chunks)
     name = spec.model.optim.name
     expected = PrecisionAwareAdam.__name__ if precision_aware else optimizers.OPTIMIZERS[name].class_name
@@ -63,6 +65,34 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
         raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")
     _make_conditional(optimizer)
     return optimizer
+
+
+def _exchange(optimizer: MegatronOptimizer, build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+    """Puts an optimizer of another class in Adam's place, for the same masters or shards of them.
+
+    megatron-core 0.19.2 builds `adam` and `sgd` by name and others only through the package emerging-optimizers, but
+    its wrappers shard, cast, save and load whatever torch optimizer they hold. `build` gets torch's parameter groups.
+    """
+    for part in optimizer.chained_optimizers:
+        if (adam := part.optimizer) is None:
+            continue
+        # Shards of fp32 weights are views, which torch's constructor refuses.
+        given = {each: each if each.is_leaf else each.detach() for each in _masters(adam)}
+        part.optimizer = build(
+            [
+                {key: value for key, value in group.items() if key not in adam.defaults}
+                | {"params": [given[each] for each in group["params"]]}
+                for group in adam.param_groups
+            ]
+        )
+        masters = {leaf: each for each, leaf in given.items()}
+        for group in part.optimizer.param_groups:
+            group["params"] = [masters[leaf] for leaf in group["params"]]
+
+
+def _masters(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for group in inner.param_groups:
+        yield from group["params"]
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -48,8 +48,8 @@ class SkippingOptimizer(torch.optim.Optimizer):
             states[name].copy_(torch.where(skips, value, states[name]))
 
 
-def build_own(registered: Registered, config: Config, *, params: list[dict[str, Any]], **_: Any) -> SkippingOptimizer:
-    """Builds a registered optimizer for torch's parameter groups; other arguments are megatron-core's for Adam."""
+def build_own(registered: Registered, config: Config, params: list[dict[str, Any]]) -> SkippingOptimizer:
+    """Builds a registered optimizer for torch's parameter groups."""
     with registered.named("build"):
         inner = registered.value.build(params, config)
         if not isinstance(inner, torch.optim.Optimizer):
@@ -94,7 +94,7 @@ def _trial(registered: Registered, config: Config) -> tuple[SkippingOptimizer, t
     device = torch.cuda.current_device()
     parameter = torch.nn.Parameter(torch.linspace(0.5, 1, 12, device=device).view(3, 4))
     parameter.grad = torch.linspace(-1, 2, 12, device=device).view(3, 4)
-    return build_own(registered, config, params=[{"params": [parameter]}]), parameter
+    return build_own(registered, config, [{"params": [parameter]}]), parameter
 
 
 def _state_problem(registered: Registered, parameter: torch.Tensor, found: dict[str, Any]) -> str | None:

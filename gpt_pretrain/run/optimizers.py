@@ -82,7 +82,7 @@ class _Optimizers(dict[OptimizerName, Optimizer]):
         states = [state for state in own.states if state != "step"]
         unread = [key for key in ("betas", "eps", "momentum") if key not in own.reads]
         return Optimizer(
-            # It takes Adam's place: megatron-core builds and shards no others by name.
+            # It takes Adam's place (`megatron.optimizer`).
             core_name="adam",
             class_name="SkippingOptimizer",
             decoupled_weight_decay=True,
