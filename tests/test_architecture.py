@@ -73,8 +73,6 @@ def imported_modules(path, package):
 
 def room_of(path, package):
     place = path.relative_to(package)
-    if place.as_posix() == "extend.py":
-        return "extend"
     is_command = len(place.parts) == 1 or place.name == "__main__.py"
     return "a command" if is_command else place.parts[0]
 

@@ -8,7 +8,7 @@ import pytest
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OptimizerName
-from gpt_pretrain.extend import REGISTERED
+from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.extensions import import_given
 from tests.emulated_training import emulated_training

@@ -25,7 +25,7 @@ from gpt_pretrain.data.token_files import (
     split_matrix,
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source
-from gpt_pretrain.extend import registered_choice
+from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.

@@ -9,7 +9,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.cache import file_identity
 from gpt_pretrain.data.sources import Piece, TextSource
-from gpt_pretrain.extend import DataSource, Registered
+from gpt_pretrain.extend.data import DataSource
+from gpt_pretrain.extend.registry import Registered
 
 
 class OwnSource(TextSource):

@@ -26,7 +26,7 @@ from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreig
 from gpt_pretrain.config.schema import Config, TokenizerConfig
 from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
 from gpt_pretrain.data.sources import Piece, TextSource
-from gpt_pretrain.extend import registered_choice
+from gpt_pretrain.extend.registry import registered_choice
 
 # The name that Hugging Face gives the file.
 TOKENIZER_FILE = "tokenizer.json"

@@ -22,7 +22,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get
 
 from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend import registered_choice
+from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
 from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own

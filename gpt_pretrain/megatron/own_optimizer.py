@@ -11,7 +11,7 @@ import torch
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend import Registered, registered_choice
+from gpt_pretrain.extend.registry import Registered, registered_choice
 
 
 class SkippingOptimizer(torch.optim.Optimizer):

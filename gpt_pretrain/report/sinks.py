@@ -16,7 +16,8 @@ from typing import Any, Self
 from gpt_pretrain.config.errors import UserError, how_to_install
 from gpt_pretrain.config.files import read_foreign_text, write_file
 from gpt_pretrain.config.schema import Config, LoggingConfig
-from gpt_pretrain.extend import Registered, Sink
+from gpt_pretrain.extend.registry import Registered
+from gpt_pretrain.extend.training import Sink
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor, Record, RewindRecord, StartRecord, SummaryRecord

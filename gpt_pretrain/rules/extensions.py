@@ -21,7 +21,7 @@ from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.extend import REGISTERED, where
+from gpt_pretrain.extend.registry import REGISTERED, where
 
 _MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _WRITE = "write extensions=[my_lab.callbacks]"

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from gpt_pretrain.config.choices import MomentDtype, OptimizerName
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import OptimConfig
-from gpt_pretrain.extend import OwnOptimizer, registered_choice
+from gpt_pretrain.extend.optimizers import OwnOptimizer
+from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.kernels import SCALED_BLOCK
 
 # Bytes of a parameter's moment; scaled types have one fp32 scale per block.

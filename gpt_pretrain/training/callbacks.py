@@ -9,7 +9,8 @@ from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
-from gpt_pretrain.extend import Callback, Registered, Run, registered
+from gpt_pretrain.extend.registry import Registered, registered
+from gpt_pretrain.extend.training import Callback, Run
 from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import scalars
 from gpt_pretrain.training.setup import Setup

@@ -18,7 +18,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.extend import REGISTERED
+from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole

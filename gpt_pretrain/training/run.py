@@ -20,7 +20,7 @@ from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
-from gpt_pretrain.extend import registered, sources
+from gpt_pretrain.extend.registry import registered, sources
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.ranks import Launch

@@ -1,0 +1,103 @@
+"""What extensions have registered in this process, and the errors of their code, which say whose they are."""
+
+import hashlib
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt_pretrain.config.choices import OpenChoice
+from gpt_pretrain.config.errors import RankError, RunError, UserError, reason
+
+
+class ExtensionError(RankError):
+    """An exception in an extension's code; the message names the extension, its file and line."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Registered:
+    """Something that an extension has registered."""
+
+    kind: str
+    name: str
+    module: str
+    """The module that registered it, and its file."""
+    file: str
+    value: Any
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the file, hexadecimal."""
+        return hashlib.sha256(Path(self.file).read_bytes()).hexdigest()
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name!r} of {self.module} ({self.file})"
+
+    @contextmanager
+    def named(self, doing: str) -> Iterator[None]:
+        """Around a call of its code: whatever it raises says whose it is.
+
+        Raises:
+            UserError: It raised one.
+            ExtensionError: It raised another exception.
+        """
+        try:
+            yield
+        except UserError as error:
+            raise UserError(f"{self}: {error}") from error
+        except RunError:
+            raise
+        except Exception as error:
+            raise ExtensionError(f"{self} failed in {doing}, {where(error, self.file)}") from error
+
+
+def where(error: BaseException, file: str) -> str:
+    """Line, error and the frames from `file` on, of an exception that passed through it."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [number for number, frame in enumerate(frames) if frame.filename == file]
+    line = f"line {frames[inside[-1]].lineno}: " if inside else ""
+    shown = traceback.format_list(frames[inside[0] :]) if inside else traceback.format_tb(error.__traceback__)
+    return "\n".join([f"{line}{reason(error)}", *"".join(shown).splitlines()])
+
+
+REGISTERED: list[Registered] = []
+"""In the order of registration."""
+
+
+def registered(kind: str) -> list[Registered]:
+    """Everything of a kind."""
+    return [each for each in REGISTERED if each.kind == kind]
+
+
+def registered_choice(kind: str, choice: OpenChoice) -> Registered | None:
+    """What an extension has registered for the value of a key; None for one of the program's own."""
+    return next((each for each in registered(kind) if each.name == choice.name), None)
+
+
+def sources() -> dict[str, str]:
+    """What was registered, with the SHA-256 of the file that did it, which all ranks must share."""
+    return {f"{each.kind} {each.name!r} of {each.module}": each.digest for each in REGISTERED}
+
+
+def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
+    """Adds to the registry, and to `builtin`, which has the program's own names of the kind."""
+    file = str(sys.modules[module].__file__)
+    new = Registered(kind=kind, name=name, module=module, file=file, value=value)
+    others = registered(kind)
+    if builtin is not None and name in builtin.__members__ and not any(other.name == name for other in others):
+        raise UserError(f"{new}: this program has its own {kind} of that name; choose another")
+    for other in others:
+        if other.name == name:
+            raise UserError(f"{new} is already registered: {other}; give one of them another name")
+    REGISTERED.append(new)
+    if builtin is not None:
+        builtin.add(name)
+
+
+def check_methods(kind: str, name: str, cls: type, methods: Sequence[str]) -> None:
+    """Refuses a class that lacks one of these methods."""
+    if missing := [method for method in methods if not callable(getattr(cls, method, None))]:
+        raise UserError(f"{kind} {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")

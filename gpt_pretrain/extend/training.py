@@ -1,0 +1,110 @@
+"""What joins the training loop: callbacks and sinks."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.extend.registry import check_methods, register
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(kw_only=True, slots=True)
+class Run:
+    """What a callback sees of the run; each rank has its own. Read it, and change nothing but weights and gradients."""
+
+    config: Config
+    """The whole configuration, every value resolved; `own_keys` has yours."""
+    run_dir: Path
+    """The run's directory, the same on all ranks. Write from rank 0 only, to names of your own."""
+    rank: int
+    """0 up to the number of processes."""
+    model: "list[torch.nn.Module]"
+    """This rank's part of the model: one module for each virtual pipeline stage, parameters as megatron-core names
+    them."""
+    optimizer: Any
+    """megatron-core's `MegatronOptimizer`; its `param_groups` hold this rank's masters."""
+    step: int
+    """Optimizer steps done, from the start of the whole run."""
+    metrics: Mapping[str, float]
+    """The newest logged numbers by plot, as in TensorBoard: "train/loss", "validation/perplexity" (docs/metrics.md)."""
+    read_loss: Callable[[], float]
+    """Waits for the device and returns the newest step's cross entropy in nats per token, over all ranks; NaN before
+    the process's first step. Every rank may call it or not."""
+    checkpoint: Path | None = None
+    """The newest checkpoint that this process has completed; in `save` the one just completed."""
+    end_reason: str | None = None
+    """In `end`: why the run ends ("max_steps", "interrupted", …; `EndReason` in docs/metrics.md)."""
+
+
+class Callback:
+    """Code that runs beside the training loop, on every rank; override what you need.
+
+    A run makes one object of each registered class, without arguments. Its attributes are not in checkpoints: keep what
+    must survive a resume in a file of the run's directory. Collective operations must be called by all ranks alike. An
+    exception ends the run, unless it is a `UserError`, which ends it as a mistake in the configuration.
+    """
+
+    def start(self, run: Run) -> None:
+        """Before the first step of this process; `run.step` is above 0 after a resume."""
+
+    def after_step(self, run: Run) -> None:
+        """After each step, and after its log line, validation and save, if any.
+
+        With `model.overlap_param_gather`, weights are whole again only in the other methods.
+        """
+
+    def validation(self, run: Run) -> None:
+        """After each validation; `run.metrics` has "validation/loss"."""
+
+    def save(self, run: Run) -> None:
+        """When a checkpoint, `run.checkpoint`, is on the disk; with `checkpoint.async_save` some steps later."""
+
+    def end(self, run: Run) -> None:
+        """After the last step and the last save of this process, unless the run crashed."""
+
+
+class Sink(Protocol):
+    """Another place for metrics; rank 0 opens one of each as `cls(run_dir, config, start_step)`.
+
+    `start_step` is the step that this process continues from: what was written about later steps is superseded.
+    """
+
+    def __init__(self, run_dir: Path, config: Config, start_step: int) -> None: ...
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes numbers by plot, such as "train/loss", as they are after `step`."""
+
+    def close(self) -> None:
+        """Called once, at the end of the process's part of the run, also after a failure."""
+
+
+def callback[C: type[Callback]](name: str) -> Callable[[C], C]:
+    """Registers a subclass of `Callback`, as a decorator; `name` is for messages."""
+
+    def add(cls: C) -> C:
+        if not (isinstance(cls, type) and issubclass(cls, Callback)):
+            raise UserError(f"callback {name!r}: {cls!r} is no subclass of gpt_pretrain.extend.Callback")
+        known = vars(Callback)
+        if not any(hook in known and not hook.startswith("_") for each in cls.__mro__[:-2] for hook in vars(each)):
+            hooks = ", ".join(hook for hook in known if not hook.startswith("_"))
+            raise UserError(f"callback {name!r}: {cls.__name__} overrides none of {hooks}, so it would never run")
+        register("callback", name, cls, cls.__module__)
+        return cls
+
+    return add
+
+
+def sink[S: type[Any]](name: str) -> Callable[[S], S]:
+    """Registers a class with the methods of `Sink`, as a decorator; `name` is for messages."""
+
+    def add(cls: S) -> S:
+        check_methods("sink", name, cls, ("write", "close"))
+        register("sink", name, cls, cls.__module__)
+        return cls
+
+    return add
