@@ -41,7 +41,7 @@ KNOWS = {
         "report",
     },
     # Another library's names for what a checkpoint holds; between the two stand these commands.
-    "huggingface": {"config", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},
+    "huggingface": {"config", "extend", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},
     "benchmark": {"config", "launch", "rules", "run", "features", "megatron", "fp8", "plan", "report", "training"},
     # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
     "compare": {"config", "launch", "rules", "report", "benchmark"},

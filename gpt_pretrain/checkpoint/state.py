@@ -23,7 +23,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from megatron.core.tensor_parallel.random import convert_cuda_rng_state
 from megatron.core.transformer import TransformerConfig
 
-from gpt_pretrain.config.choices import PositionEmbedding
+from gpt_pretrain.config.choices import LayerName, PositionEmbedding
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
@@ -146,6 +146,9 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
     if model.num_moe_experts is not None:
         described |= _described(model, _EXPERT_ARCHITECTURE_KEYS)
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    if model.layer is not LayerName.gpt:
+        # Checkpoints from before there was a choice do not name it.
+        described["model.layer"] = model.layer.name
     return described | {
         "model.ffn_hidden_size": str(ffn_hidden_size(model)),
         "model.num_query_groups": str(num_query_groups(model)),

@@ -42,6 +42,18 @@ class PositionEmbedding(Enum):
     rope = "rope"
 
 
+class LayerName(OpenChoice):
+    """The transformer layer."""
+
+    gpt = "gpt"
+
+
+class LossName(OpenChoice):
+    """The training loss of a token."""
+
+    cross_entropy = "cross_entropy"
+
+
 class MoeLoadBalancing(Enum):
     """Tokens that the auxiliary loss of a mixture of experts balances; the names are megatron-core's."""
 

@@ -39,6 +39,8 @@ _LATER_KEYS = {
         **{field.name: None for field in fields(ModelConfig) if field.type == bool | None},
         "rope_scaling_factor": None,
         "qk_layernorm": False,
+        "layer": "gpt",
+        "loss": "cross_entropy",
         "num_moe_experts": None,
         "moe_ffn_hidden_size": None,
         "moe_router_topk": 2,

@@ -142,6 +142,10 @@ class ModelConfig:
     """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
     qk_layernorm: bool
     """Normalize the queries and keys of each head before rotation (Qwen3)."""
+    layer: choices.LayerName
+    """The transformer layer: gpt, or one that an extension registers."""
+    loss: choices.LossName
+    """What training minimizes: cross_entropy, or a loss that an extension registers. Validation is cross entropy."""
     share_embeddings_and_output_weights: bool
     """The LM head reuses the embedding matrix (tied embeddings)."""
     init_method_std: float

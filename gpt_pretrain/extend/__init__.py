@@ -9,6 +9,8 @@ it registers what it brings with the functions of this module:
     optimizer   a name for model.optim.name
     data_source a name for model.data.data_impl
     tokenizer   a name for model.tokenizer.library
+    layer       a name for model.layer
+    loss        a name for model.loss
 
 What is registered is checked, shown, stored and refused like the program's own. A name can be registered once. This
 module imports neither torch nor megatron-core, and an extension must not do so while it is imported either: `--help`
@@ -20,6 +22,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.data import DataSource, data_source, tokenizer
 from gpt_pretrain.extend.keys import keys, own_keys
+from gpt_pretrain.extend.model import layer, loss
 from gpt_pretrain.extend.optimizers import optimizer
 from gpt_pretrain.extend.training import Callback, Run, Sink, callback, sink
 
@@ -33,6 +36,8 @@ __all__ = [
     "callback",
     "data_source",
     "keys",
+    "layer",
+    "loss",
     "optimizer",
     "own_keys",
     "sink",

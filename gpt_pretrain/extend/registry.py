@@ -53,11 +53,28 @@ class Registered:
         except Exception as error:
             raise ExtensionError(f"{self} failed in {doing}, {where(error, self.file)}") from error
 
+    @contextmanager
+    def named_if_inside(self, doing: str) -> Iterator[None]:
+        """The same around code that calls what it has built: only exceptions from its module or package are its."""
+        try:
+            yield
+        except Exception as error:
+            if not any(_is_of(frame.filename, self.file) for frame in traceback.extract_tb(error.__traceback__)):
+                raise
+            with self.named(doing):
+                raise
+
+
+def _is_of(filename: str, file: str) -> bool:
+    """Whether a file is a registering one, or stands beside it in a package."""
+    beside = Path(file).with_name("__init__.py").exists() and Path(filename).parent == Path(file).parent
+    return filename == file or beside
+
 
 def where(error: BaseException, file: str) -> str:
     """Line, error and the frames from `file` on, of an exception that passed through it."""
     frames = traceback.extract_tb(error.__traceback__)
-    inside = [number for number, frame in enumerate(frames) if frame.filename == file]
+    inside = [number for number, frame in enumerate(frames) if _is_of(frame.filename, file)]
     line = f"line {frames[inside[-1]].lineno}: " if inside else ""
     shown = traceback.format_list(frames[inside[0] :]) if inside else traceback.format_tb(error.__traceback__)
     return "\n".join([f"{line}{reason(error)}", *"".join(shown).splitlines()])

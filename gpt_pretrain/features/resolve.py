@@ -13,6 +13,8 @@ from gpt_pretrain.config.choices import (
     Activation,
     CrossEntropyFusion,
     CudaGraphImpl,
+    LayerName,
+    LossName,
     PositionEmbedding,
 )
 from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels, matmul_parameters_per_layer
@@ -158,6 +160,8 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
 
 
 def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
+    if config.model.loss is not LossName.cross_entropy:
+        return None
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
         fused = implementation is not None or (platform.cuda and not is_reference(config))
@@ -180,6 +184,8 @@ def graph_obstacles(run: Resolved) -> Iterator[Obstacle]:
 def _layers_without_graphs(model: ModelConfig) -> Iterator[Obstacle]:
     if model.transformer_engine is False:
         yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
+    if model.layer is not LayerName.gpt:
+        yield f"model.layer={model.layer.name}", "layers of extensions are not tested in replays"
     if model.num_moe_experts is not None:
         why = "a router gives each expert a different number of tokens, and a graph has fixed shapes"
         yield f"model.num_moe_experts={model.num_moe_experts}", why

@@ -12,6 +12,7 @@ from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbed
 from gpt_pretrain.config.derived import ffn_hidden_size, kv_channels, moe_ffn_hidden_size, num_query_groups
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.extend.registry import registered_choice
 
 
 class Architecture(Enum):
@@ -74,6 +75,8 @@ def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) 
 
     Mistral is Llama without its sliding window, so it has to be asked for. A ConfigError names every unsupported field.
     """
+    if (own := registered_choice("layer", model.layer)) is not None:
+        raise ConfigError([f"model.layer={model.layer.name}: no class of transformers computes {own}"])
     chosen = wanted or _implied(model)
     problems = [
         f"model.{name}={show(getattr(model, name))} is not supported by {chosen.value}, {rule}"

@@ -6,6 +6,7 @@ replace it with that yet: `HybridModel` has no virtual pipeline.
 
 from typing import Any, override
 
+import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear
@@ -14,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.megatron.loss import LossHead
+from gpt_pretrain.megatron.own_model import named_layers
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -30,7 +32,7 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
     def __init__(
         self, spec: RunSpec, config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
     ) -> None:
-        model = spec.model
+        self._spec, model = spec, spec.model
         super().__init__(
             config=config,
             transformer_layer_spec=layers,
@@ -47,6 +49,12 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             rope_scaling_factor=model.rope_scaling_factor or 1.0,
             vp_stage=vp_stage,
         )
+
+    @override
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """See the class; the arguments are megatron-core's."""
+        with named_layers(self._spec, "a forward pass"):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
 
     @override
     def setup_embeddings_and_output_layer(self) -> None:

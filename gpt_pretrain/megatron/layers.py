@@ -30,7 +30,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.features.registry import used_features
-from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.megatron.own_model import own_layer
+from gpt_pretrain.run.run_spec import RunSpec
 
 # In this order: cuDNN is fastest on Hopper, and the last takes what the others refuse, also in O(s) memory.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -141,9 +142,10 @@ def leave_sorted(chunk: torch.nn.Module) -> None:
 
 
 def build_layer_spec(
-    config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None
+    spec: RunSpec, config: TransformerConfig, local_layers: LocalLayers, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk, TE's or local, each with its name in the whole model."""
+    kernels = spec.kernels
     if kernels.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -165,6 +167,7 @@ def build_layer_spec(
             layer.submodules.self_attention.submodules.core_attention = TorchAttention
         # megatron-core would use TE's final norm wherever TE is installed.
         norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    layer = own_layer(spec, layer)
     first = get_transformer_layer_offset(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
     return TransformerBlockSubmodules(
         layer_specs=[

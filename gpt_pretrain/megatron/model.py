@@ -37,6 +37,7 @@ from gpt_pretrain.megatron.fallbacks import (
 from gpt_pretrain.megatron.gpt import GPT
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import losses_from_head
+from gpt_pretrain.megatron.own_model import named_layers, own_loss
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
@@ -113,8 +114,9 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
         with built_without_first_values(fp8_params=transformer_config.fp8_param):
-            layers = build_layer_spec(transformer_config, kernels, local_layers, stage)
-            chunk = GPT(spec, transformer_config, layers, stage)
+            layers = build_layer_spec(spec, transformer_config, local_layers, stage)
+            with named_layers(spec, "building the model"):
+                chunk = GPT(spec, transformer_config, layers, stage)
         apply_quantization_overrides(chunk)
         leave_sorted(chunk)
         local_layers.attach(chunk)
@@ -134,7 +136,7 @@ class Model:
     """The same chunks wrapped, for the schedules and the optimizer."""
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
-    """Turns hidden states into losses (`loss.losses_from_head`). None: megatron-core computes them from logits."""
+    """Turns hidden states into losses: an extension's, or `loss.losses_from_head`. None: megatron-core does."""
     num_parameters: int
     """Parameters of the whole model, over all ranks; tied embeddings count once."""
 
@@ -181,7 +183,6 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
     gpt_chunks = build_gpt_chunks(spec, local_layers)
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
-    linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     for feature in used_features(kernels):
         feature.build_into_model(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
@@ -212,12 +213,13 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
             transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if spec.model.overlap_param_gather and len(chunks) > 1:
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
+    linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     return Model(
         spec=spec,
         gpt_chunks=gpt_chunks,
         chunks=chunks,
         transformer_config=transformer_config,
-        output_processor=losses_from_head if linear else None,
+        output_processor=own_loss(spec) or (losses_from_head if linear else None),
         num_parameters=sums_over_parameters(gpt_chunks, torch.Tensor.numel)[0],
     )
 

@@ -18,6 +18,7 @@ from gpt_pretrain.rules.model import (
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
+from gpt_pretrain.rules.own_model import own_model_problems
 from gpt_pretrain.rules.shapes import division_problems, fp8_shape_problems
 from gpt_pretrain.rules.training import asked_launch, training_problems
 from gpt_pretrain.run.products import Resolved, resolve
@@ -84,6 +85,7 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from sizes
     yield from kernel_problems(run, sizes_known=not sizes)
     yield from fp8_problems(run, sizes_known=not sizes)
+    yield from own_model_problems(model)
     if sizes:
         return
     yield from positions(model)
