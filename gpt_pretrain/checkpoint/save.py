@@ -57,6 +57,7 @@ from gpt_pretrain.checkpoint.writing import HostBuffer, Item, SaveProblem, Share
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.delayed import join_present_amaxes, state_digests
+from gpt_pretrain.fp8.own_layers import live_layers
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
 
@@ -105,7 +106,8 @@ def _plan_share(trainable: Trainable, path: Path) -> Share:
     # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
     if keeps_history:
-        state[FP8_DIGESTS] = state_digests(trainable.model.gpt_chunks, {linear.module for linear in spec.linears})
+        names = {linear.module for linear in live_layers(trainable.model)}
+        state[FP8_DIGESTS] = state_digests(trainable.model.gpt_chunks, names)
     sharded, common = save_preprocess(state)
     sharded[COMMON_STATE] = ShardedObject(
         COMMON_STATE, common, global_shape=(1,), global_offset=(0,), replica_id=torch.distributed.get_rank()

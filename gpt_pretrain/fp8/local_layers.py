@@ -34,6 +34,7 @@ from megatron.core.transformer.mlp import MLPSubmodules
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.experts import SequentialMLP
 
+from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.fp8.casts import Cast, stateless_cast, torchao_scale
 from gpt_pretrain.fp8.delayed import DelayedScaling, LayerScaling, Scaling
 from gpt_pretrain.fp8.gemms import Phase, ProductListener
@@ -41,7 +42,7 @@ from gpt_pretrain.fp8.linear_products import LinearProducts, Multiply
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.stored_weights import StoredWeight, install_stored_weights
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Linear
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Linear, why_not_fp8
 from gpt_pretrain.run.run_spec import RunSpec
 
 if TYPE_CHECKING:
@@ -161,7 +162,7 @@ class Fp8Layers(LocalLayers):
     `modules` are the names of these layers in the whole model. Without an engine they are emulated.
     """
 
-    def __init__(self, settings: Fp8Settings, modules: frozenset[str], engine: "TorchAO | None" = None) -> None:
+    def __init__(self, settings: Fp8Settings, modules: Container[str], engine: "TorchAO | None" = None) -> None:
         super().__init__(apex_layer_norm=False)
         self._settings = settings
         self._modules = modules
@@ -199,8 +200,8 @@ class Fp8Layers(LocalLayers):
         self._scaling.attach(chunk.decoder)
         for layer in chunk.decoder.layers:
             for norm, linear in (
-                (layer.input_layernorm, layer.self_attention.linear_qkv),
-                (layer.pre_mlp_layernorm, layer.mlp.linear_fc1),
+                (layer.input_layernorm, getattr(layer.self_attention, "linear_qkv", None)),
+                (layer.pre_mlp_layernorm, getattr(layer.mlp, "linear_fc1", None)),
             ):
                 if isinstance(linear, Fp8ColumnParallelLinear):
                     norm.forward = partial(_norm_in_fp32, norm)
@@ -228,11 +229,28 @@ def fp8_layers(spec: RunSpec) -> Fp8Layers | None:
     if settings is None or not settings.in_local_layers:
         return None
     in_fp8 = [linear for linear in spec.linears if linear.precision == "fp8"]
-    modules = frozenset(linear.module for linear in in_fp8)
-    if not settings.emulate:
-        from gpt_pretrain.fp8.torchao import TorchAO
-
-        return Fp8Layers(settings, modules, TorchAO(settings, compiled=True))
     # A rank numbers its own experts from 0 when it builds them.
     num_experts = spec.model.num_moe_experts or 0
-    return Fp8Layers(settings, modules | {_expert_name(each, n) for each in in_fp8 for n in range(num_experts)})
+    names = frozenset(linear.module for linear in in_fp8)
+    names |= {_expert_name(each, n) for each in in_fp8 for n in range(num_experts)}
+    modules = names if spec.model.layer is LayerName.gpt else _WithOthers(spec, settings, names)
+    if settings.emulate:
+        return Fp8Layers(settings, modules)
+    from gpt_pretrain.fp8.torchao import TorchAO
+
+    return Fp8Layers(settings, modules, TorchAO(settings, compiled=True))
+
+
+class _WithOthers(Container[str]):
+    """The planned linear layers in FP8, and those that only an extension's layer has, unless settings keep them out."""
+
+    def __init__(self, spec: RunSpec, settings: Fp8Settings, in_fp8: frozenset[str]) -> None:
+        self._model, self._settings, self._in_fp8 = spec.model, settings, in_fp8
+        self._planned = {linear.module for linear in spec.linears}
+
+    def __contains__(self, name: object) -> bool:
+        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", str(name))
+        if name in self._in_fp8 or match is None or planned_name(str(name)) in self._planned:
+            return name in self._in_fp8
+        # Sizes, which `AUTO` asks for, are not known before it is built.
+        return not why_not_fp8(self._model, self._settings, int(match[1]), match[2], (2**62, 2**62))

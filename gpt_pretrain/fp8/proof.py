@@ -30,6 +30,7 @@ from gpt_pretrain.fp8.observer import (
     observe_attention,
     observe_products,
 )
+from gpt_pretrain.fp8.own_layers import live_layers
 from gpt_pretrain.fp8.state_checks import weight_differences
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.fp8.turns import Turn
@@ -37,7 +38,7 @@ from gpt_pretrain.fp8.values import WatchedValues
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model, sums_over_parameters
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.products import Linear
+from gpt_pretrain.run.products import Linear, kept_out_of
 
 _WAY_OUT = (
     "The layers do not do what the configuration says. `python -m gpt_pretrain.plan` with the same overrides shows the "
@@ -56,6 +57,8 @@ class Proven:
     fp8_flops_share: float
     """Share of FP8 in a step's matrix operations, attention and LM head included."""
     fp8_parameter_bytes_share: float
+    kept_out: tuple[str, ...]
+    """Names of the linear layers outside of FP8."""
     warnings: tuple[str, ...]
     """What is unusual, but no error."""
     time_s: float
@@ -143,7 +146,8 @@ class Proof:
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
         held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
-        held_linears = [linear for linear in spec.linears if linear.layer in held]
+        self._linears = live_layers(model)
+        held_linears = [linear for linear in self._linears if linear.layer in held]
         live = live_linears(held_linears, self._modules, spec.model.num_moe_experts)
         self._planned = {linear.module: linear for linear in live}
         self._products = WatchedProducts(settings, self._high)
@@ -223,7 +227,8 @@ class Proof:
             lambda each: each.numel() if is_float8tensor(each) else 0,
         )
         return Proven(
-            fp8_flops_share=self._spec.fp8_flops_share,
+            fp8_flops_share=self._spec.fp8_flops_share_of(self._linears),
+            kept_out=tuple(linear.module for linear in kept_out_of(self._linears)),
             fp8_parameter_bytes_share=in_fp8 / total,
             warnings=_sentences(differences),
             time_s=time.monotonic() - began,

@@ -8,7 +8,7 @@ number of bytes. The rates of saving were measured on one H200 with a local disk
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
+from gpt_pretrain.config.choices import LayerName, MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
@@ -41,6 +41,10 @@ _EMULATED = (
 _ON_LOCAL_LAYERS = (
     "not predicted for layers without Transformer Engine; leave model.transformer_engine, model.compile and "
     "trainer.precision out to train at full speed."
+)
+_OWN_LAYERS = (
+    "model.layer={} is an extension's and not counted: weights, memory, products and speed are those of the program's "
+    "own layer in the same sizes."
 )
 # Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, in parallel
 # (`checkpoint.async_save`); and to the disk while the loop waits.
@@ -257,6 +261,8 @@ def build_plan(config: Config) -> Plan:
     else:
         speed = forecast_speed(spec, gpu)
         verdicts.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
+    if spec.model.layer is not LayerName.gpt:
+        verdicts.append(Verdict("Layers", _OWN_LAYERS.format(spec.model.layer.name)))
     if spec.model.num_moe_experts is not None:
         verdicts.append(_experts_verdict(spec.model, None if speed is None else speed.run))
     return Plan(

@@ -8,7 +8,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGranularity
+from gpt_pretrain.config.choices import AUTO, Fp8Backend, LayerName, Precision, RecomputeGranularity
 from gpt_pretrain.config.errors import one_of, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
@@ -184,6 +184,9 @@ def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
         if pattern == AUTO:
             continue
         matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
+        if not matching and run.model.layer is not LayerName.gpt:
+            # The names of its linear layers are known once it is built (`fp8.own_layers`).
+            continue
         if not matching:
             # torchtitan's word for it.
             meant = did_you_mean(AUTO if pattern == "auto_filter_small_kn" else None)

@@ -140,7 +140,8 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     sizes = {kind: asdict(shape) for kind, shape in shapes.items()}
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
-            reason = "model.fp8=false" if settings is None else _why_not_fp8(model, settings, layer, kind, shape)
+            size = shape.out_features, shape.in_features
+            reason = "model.fp8=false" if settings is None else why_not_fp8(model, settings, layer, kind, size)
             fp8 = not reason
             yield Linear(
                 module=f"decoder.layers.{layer}.{kind}",
@@ -162,7 +163,8 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     )
 
 
-def _why_not_fp8(model: ModelConfig, settings: Fp8Settings, layer: int, kind: str, shape: _Shape) -> str:
+def why_not_fp8(model: ModelConfig, settings: Fp8Settings, layer: int, kind: str, size: tuple[int, int]) -> str:
+    """Why a linear layer, whose weight has this size on a rank, is kept out of FP8; empty: it is not."""
     if kind == ROUTER:
         return "routers stay out of FP8"
     if settings.experts_left_out and kind in (EXPERT_FC1, EXPERT_FC2):
@@ -173,7 +175,7 @@ def _why_not_fp8(model: ModelConfig, settings: Fp8Settings, layer: int, kind: st
         return f"last {counted(settings.num_layers_at_end_in_bf16, 'layer')} (model.num_layers_at_end_in_bf16)"
     if settings.excludes(f"decoder.layers.{layer}.{kind}"):
         return "model.fp8_exclude"
-    is_small = settings.exclude_small and settings.recipe.is_small(shape.out_features, shape.in_features)
+    is_small = settings.exclude_small and settings.recipe.is_small(*size)
     return _TOO_SMALL if is_small else ""
 
 
@@ -223,18 +225,27 @@ class Resolved:
         """The linear layers that settings keep out of FP8, in forward order."""
         if self.fp8 is None:
             return ()
-        return tuple(linear for linear in self.linears if linear.can_be_fp8 and linear.precision != "fp8")
+        return kept_out_of(self.linears)
 
     @property
     def fp8_flops_share(self) -> float:
         """Share of a step's matrix operations, attention and LM head included, that run in FP8."""
+        return self.fp8_flops_share_of(self.linears)
+
+    def fp8_flops_share_of(self, linears: Iterable[Linear]) -> float:
+        """The same if these were the model's linear layers."""
         total = attention = 3.0 * self.model.num_layers * _attention_flops(self.model)
         in_fp8 = attention if self.fp8 is not None and self.fp8.dot_product_attention else 0.0
-        for linear in self.linears:
+        for linear in linears:
             for gemm in gemms(linear):
                 total += gemm.flops
                 in_fp8 += gemm.flops if gemm.fp8 else 0
         return in_fp8 / total
+
+
+def kept_out_of(linears: Iterable[Linear]) -> tuple[Linear, ...]:
+    """The linear layers among these that are kept out of FP8, and that FP8 is for."""
+    return tuple(linear for linear in linears if linear.can_be_fp8 and linear.precision != "fp8")
 
 
 def describe_kept_out(run: Resolved) -> list[str]:

@@ -29,6 +29,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import to_json_value
 from gpt_pretrain.data.batches import Batch
+from gpt_pretrain.fp8.own_layers import live_layers
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.parallel import on_rank_zero
@@ -202,7 +203,8 @@ def write_dump(
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
     spec = trainable.model.spec
-    collector = None if spec.fp8 is None else StatisticsCollector(spec.linears, chunks, spec.platform.device)
+    linears = live_layers(trainable.model)
+    collector = None if spec.fp8 is None else StatisticsCollector(linears, chunks, spec.platform.device)
     observed: AbstractContextManager[None] = nullcontext() if collector is None else collector.observe(bad.step)
     with observed, search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
         report = compute_gradients(trainable, iterators)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
-from gpt_pretrain.config.choices import Fp8ProofMode, MainParamsDtype
+from gpt_pretrain.config.choices import Fp8ProofMode, LayerName, MainParamsDtype
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     flops_per_token,
@@ -136,8 +136,11 @@ def describe_fp8(spec: RunSpec) -> str:
     parts += ["weights stored and gathered in FP8"] if settings.params else []
     parts += ["FP8 attention"] if settings.dot_product_attention else []
     parts += [] if settings.wgrad else ["weight gradients not in FP8"]
-    parts += describe_kept_out(spec)
-    parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
+    if spec.model.layer is LayerName.gpt:
+        parts += describe_kept_out(spec)
+        parts.append(f"{spec.fp8_flops_share:.1%} of the FLOPs of matrix products")
+    else:
+        parts.append(f"the proof finds the linear layers of model.layer={spec.model.layer.name}")
     if spec.config.logging.fp8_proof is Fp8ProofMode.never:
         parts.append("UNPROVEN (logging.fp8_proof=never)")
     elif spec.kernels.cuda_graph_impl is not None:

@@ -104,9 +104,10 @@ class Proofs:
                 return
             # Nothing is proven.
             shares, warnings, time_s = (0.0, 0.0), error.rows, 0.0
+            kept_out = tuple(each.module for each in self._trainable.model.spec.kept_out)
         else:
             shares = proven.fp8_flops_share, proven.fp8_parameter_bytes_share
-            warnings, time_s = proven.warnings, proven.time_s
+            warnings, time_s, kept_out = proven.warnings, proven.time_s, proven.kept_out
         flops_share, bytes_share = shares
         self._log(
             Fp8CoverageRecord(
@@ -115,7 +116,7 @@ class Proofs:
                 parameter_bytes_share=bytes_share,
                 time_s=time_s,
                 first_scale_passes=self._scale_passes,
-                layers_kept_out=tuple(each.module for each in self._trainable.model.spec.kept_out),
+                layers_kept_out=kept_out,
                 proof=self.number,
                 microbatch=proof.turn.microbatch,
                 part=proof.turn.part,

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.router import TopKRouter
 from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.delayed import gradient_scales
+from gpt_pretrain.fp8.own_layers import live_layers
 from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.trainable import Trainable
@@ -100,7 +101,7 @@ class Fp8Watch:
         self._statistics_interval = config.logging.fp8_statistics_interval
         self._log_interval = config.trainer.log_every_n_steps
         if settings is not None and self._watches:
-            self._collector = StatisticsCollector(spec.linears, model.gpt_chunks, spec.platform.device)
+            self._collector = StatisticsCollector(live_layers(model), model.gpt_chunks, spec.platform.device)
             self._alarms = Alarms(settings, config.logging.fp8_saturation_threshold)
 
     def _records(self, step: int) -> bool:

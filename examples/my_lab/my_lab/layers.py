@@ -11,7 +11,7 @@ def primer(run, layer):
     # It needs megatron-core, which loads after the configuration has been checked.
     from my_lab.primer import SquaredReluMLP
 
-    if run.model.activation.name != "gelu":
-        raise extend.UserError(f"model.activation={run.model.activation.name} is not squared; use model.activation=gelu")
+    if (activation := run.model.activation.name) != "gelu":
+        raise extend.UserError(f"model.activation={activation} is not what it squares; use model.activation=gelu")
     layer.submodules.mlp = partial(SquaredReluMLP.as_mlp_submodule, **layer.submodules.mlp.keywords)
     return layer
