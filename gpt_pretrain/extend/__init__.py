@@ -5,6 +5,7 @@ it registers what it brings with the functions of this module:
 
     callback    code that runs at the start, after steps, validations and saves, and at the end
     sink        another place for metrics
+    validation_task numbers of the model at each validation
     keys        keys of your own, in a group of your own
     optimizer   a name for model.optim.name
     data_source a name for model.data.data_impl
@@ -24,12 +25,13 @@ from gpt_pretrain.extend.data import DataSource, data_source, tokenizer
 from gpt_pretrain.extend.keys import keys, own_keys
 from gpt_pretrain.extend.model import layer, loss
 from gpt_pretrain.extend.optimizers import optimizer
-from gpt_pretrain.extend.training import Callback, Run, Sink, callback, sink
+from gpt_pretrain.extend.training import Callback, Evaluate, Run, Sink, callback, sink, validation_task
 
 __all__ = [
     "Callback",
     "Config",
     "DataSource",
+    "Evaluate",
     "Run",
     "Sink",
     "UserError",
@@ -42,4 +44,5 @@ __all__ = [
     "own_keys",
     "sink",
     "tokenizer",
+    "validation_task",
 ]

@@ -1,6 +1,6 @@
 """What joins the training loop: callbacks and sinks."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -81,6 +81,35 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Called once, at the end of the process's part of the run, also after a failure."""
+
+
+class Evaluate(Protocol):
+    """The model's evaluating function, as a validation task gets it."""
+
+    def __call__(self, sequences: Sequence[Sequence[int]]) -> list[list[float]]:
+        """For each sequence of token ids the cross entropy, in nats, of each token but the first, given those before.
+
+        A sequence has 2 to `model.encoder_seq_length` tokens. Every rank calls it with the same sequences and gets the
+        same numbers; data-parallel ranks share the work.
+        """
+
+
+type ValidationTask = Callable[[Run, Evaluate], Mapping[str, float]]
+
+
+def validation_task(name: str) -> Callable[[ValidationTask], ValidationTask]:
+    """Registers a function that measures the model at each validation, as a decorator.
+
+    It is called on every rank as `function(run, evaluate)` and returns numbers by name, which go where the validation
+    loss goes, as "validation/TASK/NAME". Texts become token ids by the run's tokenizer, which is at
+    `run.run_dir / "tokenizer.json"`.
+    """
+
+    def add(function: ValidationTask) -> ValidationTask:
+        register("validation_task", name, function, function.__module__)
+        return function
+
+    return add
 
 
 def callback[C: type[Callback]](name: str) -> Callable[[C], C]:

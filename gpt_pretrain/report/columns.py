@@ -24,6 +24,7 @@ from gpt_pretrain.report.records import (
     Record,
     TrainRecord,
     ValidationRecord,
+    ValidationTasksRecord,
 )
 
 UNKNOWN = "–"
@@ -138,6 +139,10 @@ def _by_kind(layers: tuple[str, ...]) -> str:
     return ",".join(f"{kind}×{count}" for kind, count in kinds.items()) or "none"
 
 
+def _numbers(numbers: Mapping[str, float]) -> str:
+    return ", ".join(f"{printable(name)} {value:.4g}" for name, value in numbers.items())
+
+
 def _range(bounds: tuple[float | None, float | None]) -> str:
     smallest, largest = map(format_magnitude, bounds)
     return smallest if smallest == largest or UNKNOWN in (smallest, largest) else f"{smallest}…{largest}"
@@ -166,6 +171,10 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
         Column("loss", log=".4f", title="validation loss {}", form=format_loss, style="bold green"),
         Column("perplexity", log=".2f", title="perplexity {}", form=".2f"),
         Column("num_samples", log="d", title="{} samples", style="dim"),
+        Column("time_s", log=".2f", title="in {} s", form=".1f", style="dim"),
+    ),
+    ValidationTasksRecord: (
+        Column("numbers", log=_numbers, log_name="numbers", title="{}", form=_numbers, style="bold green"),
         Column("time_s", log=".2f", title="in {} s", form=".1f", style="dim"),
     ),
     CheckpointRecord: (

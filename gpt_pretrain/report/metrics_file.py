@@ -31,6 +31,7 @@ from gpt_pretrain.report.records import (
     SummaryRecord,
     TrainRecord,
     ValidationRecord,
+    ValidationTasksRecord,
 )
 
 
@@ -129,6 +130,7 @@ class Metrics:
     starts: list[StartRecord] = field(default_factory=list)
     train: list[TrainRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
+    validation_tasks: list[ValidationTasksRecord] = field(default_factory=list)
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
     loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
@@ -155,6 +157,7 @@ class Metrics:
 _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
+    ValidationTasksRecord: "validation_tasks",
     SkippedStepRecord: "skipped_steps",
     LossSpikeRecord: "loss_spikes",
     Fp8Record: "fp8",

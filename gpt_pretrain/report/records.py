@@ -8,6 +8,7 @@ Numbers that are not finite are written as strings (`config.json_objects`). Read
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -106,6 +107,17 @@ class ValidationRecord(Record):
     """Samples it was computed on."""
     time_s: float
     """Seconds it took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ValidationTasksRecord(Record):
+    """What the validation tasks of extensions measured, after a validation."""
+
+    kind: ClassVar[str] = "validation_tasks"
+    numbers: Mapping[str, float]
+    """By task and name, such as "lab_copying/repeated"."""
+    time_s: float
+    """Seconds that they took."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

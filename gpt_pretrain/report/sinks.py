@@ -20,7 +20,15 @@ from gpt_pretrain.extend.registry import Registered
 from gpt_pretrain.extend.training import Sink
 from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
-from gpt_pretrain.report.records import Fp8Record, Fp8Tensor, Record, RewindRecord, StartRecord, SummaryRecord
+from gpt_pretrain.report.records import (
+    Fp8Record,
+    Fp8Tensor,
+    Record,
+    RewindRecord,
+    StartRecord,
+    SummaryRecord,
+    ValidationTasksRecord,
+)
 
 # Positions on the time axis and of what was looked at, not measurements.
 _NOT_PLOTTED = {"step", "time_unix", "proof", "microbatch", "part"}
@@ -30,6 +38,8 @@ def scalars(record: Record) -> dict[str, float]:
     """A record's measurements by plot: `train/loss`, `validation/perplexity`."""
     if isinstance(record, Fp8Record):
         return _fp8_scalars(record)
+    if isinstance(record, ValidationTasksRecord):
+        return {f"validation/{name}": value for name, value in record.numbers.items()}
     values = {each.name: getattr(record, each.name) for each in fields(record) if each.name not in _NOT_PLOTTED}
     return {f"{record.kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
 

@@ -44,6 +44,10 @@ class Callbacks:
         if self._callbacks:
             self._metrics |= scalars(record)
 
+    def run_at(self, step: int) -> Run:
+        """What a callback would get at this step."""
+        return replace(self._run, step=step)
+
     def start(self) -> None:
         """Before the first step of this process."""
         self._call("start", lambda callback, run: callback.start(run))

@@ -4,15 +4,12 @@ There is no key/value cache: every token takes one forward pass over a buffer of
 where causal attention does not look. That is slow for long texts, but simple.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from math import lcm
 from pathlib import Path
-from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 from megatron.core.transformer.module import Float16Module
 
@@ -29,19 +26,10 @@ from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.megatron.pickles import restricted
 from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.training.inference import buffer_length, forward_pass
 
 # What the last stage sends instead of a token.
 _NOTHING = -1
-
-
-def _buffer_length(model: ModelConfig, num_tokens: int) -> int:
-    """Tokens of the padded buffer, divisible for sequence and context parallelism and for FP8 products.
-
-    FP8 products take multiples of 16 and 32 tokens, blockwise ones gathered over the TP ranks multiples of 128.
-    """
-    tp, cp = model.tensor_model_parallel_size, model.context_parallel_size
-    multiple = lcm((128 if model.fp8 else 16) * tp * cp, 2 * cp)
-    return -(-num_tokens // multiple) * multiple
 
 
 @torch.no_grad()
@@ -52,26 +40,14 @@ def _next_token_logits(
     positions = torch.arange(tokens.size(1), device=tokens.device).unsqueeze(0)
     inputs = context_parallel_slices({"tokens": tokens, "positions": positions})
 
-    def forward_step(_: Iterator[Any] | None, chunk: Any) -> tuple[torch.Tensor, Callable[..., Any]]:
-        return chunk(inputs["tokens"], inputs["positions"], None), lambda output, non_loss_data: output
-
-    # Interleaved schedules take as many microbatches as stages; the copies cost what one would.
-    interleaved = len(chunks) > 1
-    outputs = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=[None] * len(chunks) if interleaved else None,
-        model=list(chunks) if interleaved else chunks[0],
-        num_microbatches=config.pipeline_model_parallel_size if interleaved else 1,
-        seq_length=tokens.size(1),
-        micro_batch_size=tokens.size(0),
-        forward_only=True,
-        collect_non_loss_data=True,
+    logits_here = forward_pass(
+        chunks, config, tokens.shape, lambda chunk: chunk(inputs["tokens"], inputs["positions"], None)
     )
-    if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
+    if logits_here is None:
         return None
     # [rows, s, v / TP] to [v]; under context parallelism the one rank that holds the position tells the others.
-    here = (inputs["positions"][0] == position).to(outputs[-1].dtype)
-    logits: torch.Tensor = gather_from_tensor_model_parallel_region(here @ outputs[-1][0]).float()
+    here = (inputs["positions"][0] == position).to(logits_here.dtype)
+    logits: torch.Tensor = gather_from_tensor_model_parallel_region(here @ logits_here[0]).float()
     if parallel_state.get_context_parallel_world_size() > 1:
         torch.distributed.all_reduce(logits, group=parallel_state.get_context_parallel_group())
     return logits
@@ -107,7 +83,7 @@ def generate_tokens(
     """
     limit = config.encoder_seq_length
     total = min(len(prompt) + max_new_tokens, limit)
-    length = min(_buffer_length(config, total), limit)
+    length = min(buffer_length(config, total), limit)
     # FP8 products are checked for the shapes of whole microbatches: all rows are copies, and only the first is read.
     rows = config.micro_batch_size if config.fp8 and length == limit else 1
     device = torch.cuda.current_device()

@@ -16,7 +16,14 @@ from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
-from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, ValidationRecord
+from gpt_pretrain.report.records import (
+    CheckpointRecord,
+    EndReason,
+    LossSpikeRecord,
+    Record,
+    ValidationRecord,
+    ValidationTasksRecord,
+)
 from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.meter import Meter
@@ -26,6 +33,7 @@ from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import data_iterators, mean_loss, train_step, validate
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.stragglers import Stragglers
+from gpt_pretrain.training.tasks import task_numbers
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 
@@ -220,7 +228,13 @@ class Trainer:
                     time_s=time.monotonic() - began,
                 )
             )
+            self._run_tasks()
             self._callbacks.validation(self.progress.step)
+
+    def _run_tasks(self) -> None:
+        began, step = time.monotonic(), self.progress.step
+        if numbers := task_numbers(self._callbacks.run_at(step), self._trainable.model, self._watchdog):
+            self._log(ValidationTasksRecord(step=step, numbers=numbers, time_s=time.monotonic() - began))
 
     def save(self, *, by_clock: bool = False) -> None:
         """Begins a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
