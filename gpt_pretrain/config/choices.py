@@ -123,7 +123,7 @@ class Fp8Backend(Enum):
     torchao = "torchao"
 
 
-class Fp8RecipeName(Enum):
+class Fp8RecipeName(OpenChoice):
     """How FP8 tensors are scaled; the names are megatron-core's and TorchAO's.
 
     `delayed`: one scale per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.

@@ -1,17 +1,24 @@
-"""What changes the model: its layers and its loss. Types of torch and megatron-core are named as text."""
+"""What changes the model: its layers, its FP8 and its loss. Types of torch and megatron-core are named as text."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpt_pretrain.config.choices import LayerName, LossName
+from gpt_pretrain.config.choices import Fp8RecipeName, LayerName, LossName
+from gpt_pretrain.config.errors import UserError, one_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import register
 
 if TYPE_CHECKING:
     import torch
 
+# Recipes of Transformer Engine, and whether scales can be of either kind.
+VARIED_RECIPES = {"delayed": False, "tensorwise": True, "blockwise": True, "mxfp8": False}
+
 # From a `gpt_pretrain.run.run_spec.RunSpec` and a `megatron.core.transformer.ModuleSpec` to another one.
 type BuildLayer = Callable[[Any, Any], Any]
+# From a recipe of `transformer_engine.common.recipe` to another one.
+type ChangeRecipe = Callable[[Any], Any]
 type TokenLosses = Callable[["torch.Tensor", "torch.Tensor", Config], "torch.Tensor"]
 
 
@@ -32,6 +39,42 @@ def layer(name: str) -> Callable[[BuildLayer], BuildLayer]:
     def add(build: BuildLayer) -> BuildLayer:
         register("layer", name, build, build.__module__, builtin=LayerName)
         return build
+
+    return add
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecipeVariant:
+    """A variant of an FP8 recipe that an extension has registered."""
+
+    of: str
+    powers_of_two: bool | None
+    change: Callable[[Any], Any]
+
+
+def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Callable[[ChangeRecipe], ChangeRecipe]:
+    """Registers a variant of a recipe of Transformer Engine, as a decorator; `model.fp8_recipe=NAME` chooses it.
+
+    The function gets the object of `transformer_engine.common.recipe` that the run would use and returns one of the
+    same class. It is called on GPUs alone. What is said here is what the rules, the emulation (`model.fp8_emulate`) and
+    the proof go by: a run whose scales are others is refused in its first step.
+
+    Args:
+        name: What `model.fp8_recipe` takes.
+        of: delayed, tensorwise, blockwise or mxfp8; formats, keys and refusals are its.
+        powers_of_two: Whether scales are rounded down to powers of two; None: as in the other recipe. Only tensorwise
+            and blockwise have both.
+    """
+    if of not in VARIED_RECIPES or (powers_of_two is not None and not VARIED_RECIPES[of]):
+        with_both = [known for known, has_both in VARIED_RECIPES.items() if has_both or powers_of_two is None]
+        raise UserError(
+            f"fp8_recipe {name!r}: of={of!r} with powers_of_two={powers_of_two}; use of={one_of(with_both)}"
+        )
+
+    def add(change: ChangeRecipe) -> ChangeRecipe:
+        value = RecipeVariant(of=of, powers_of_two=powers_of_two, change=change)
+        register("fp8_recipe", name, value, change.__module__, builtin=Fp8RecipeName)
+        return change
 
     return add
 

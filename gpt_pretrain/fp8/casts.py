@@ -94,13 +94,17 @@ def scale_from_amax(amax: torch.Tensor, format: str, largest: float = FP32_MAX) 
     return torch.where((amax > 0) & torch.isfinite(amax), scale, 1.0)
 
 
+def exact_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
+    """`scale_from_amax`, the type's largest number beyond fp32; a `ScaleRule`."""
+    return scale_from_amax(amax, format, largest=torch.finfo(dtype).max)
+
+
 def power_of_two_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
     """`scale_from_amax`, rounded down to a power of two; a `ScaleRule`.
 
     A quotient beyond fp32 counts as the largest finite number of the values' type.
     """
-    scale = scale_from_amax(amax, format, largest=torch.finfo(dtype).max)
-    return (scale.view(torch.int32) & ~_MANTISSA_MASK).view(torch.float32)
+    return (exact_scale(amax, format, dtype).view(torch.int32) & ~_MANTISSA_MASK).view(torch.float32)
 
 
 def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Tensor:
@@ -166,7 +170,8 @@ def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
     features, each rank's part has its own scale in both.
     """
     format, amax = role_format(settings, role), tensor_amax(x)
-    quantized = cast_tensor(x, format, scale_from_amax(amax, format), amax)
+    rule = power_of_two_scale if settings.recipe.powers_of_two else exact_scale
+    quantized = cast_tensor(x, format, rule(amax, format, torch.float32), amax)
     return Directions(quantized, quantized)
 
 
@@ -177,10 +182,11 @@ def _block_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Direct
     codes, with the same blocks, because parts are multiples of 128 tokens.
     """
     format = role_format(settings, role)
+    rule = power_of_two_scale if settings.recipe.powers_of_two else exact_scale
     if role is Role.weight:
-        quantized = cast_blocks(x, format, (_BLOCK, _BLOCK), power_of_two_scale)
+        quantized = cast_blocks(x, format, (_BLOCK, _BLOCK), rule)
         return Directions(quantized, quantized)
-    return _cast_both_ways(x, format, _BLOCK, power_of_two_scale)
+    return _cast_both_ways(x, format, _BLOCK, rule)
 
 
 def _micro_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
@@ -224,7 +230,7 @@ def stateless_cast(settings: Fp8Settings) -> Cast:
         Fp8RecipeName.blockwise: _block_scaling,
         Fp8RecipeName.mxfp8: _micro_scaling,
     }
-    name = Fp8RecipeName[settings.recipe.name]
+    name = Fp8RecipeName[settings.recipe.core_name]
     if name not in casts:
         raise NotImplementedError(
             f"model.fp8_emulate=true cannot cast for model.fp8_recipe={name.name}; use one of "

@@ -235,6 +235,13 @@ WEIGHT_CAST = Patch(
     "writing it, and holds all shards in BF16 at once",
     until="Transformer Engine's cast_master_weights_to_fp8 makes no transposes of shards",
 )
+FP8_RECIPE = Patch(
+    place="megatron.core.fp8_utils",
+    names={"get_fp8_recipe": ("config",)},
+    what="a variant of a recipe that an extension has registered",
+    why="megatron-core 0.19 makes Transformer Engine's recipes with their defaults",
+    until="megatron-core takes a recipe object from its caller",
+)
 FP8_WEIGHTS = Patch(
     place="megatron.core.fp8_utils",
     names={

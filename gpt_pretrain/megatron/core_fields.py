@@ -167,7 +167,7 @@ def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
             yield Field("quant_recipe", HighPrecision(()))
         return
     yield Field("fp8", "hybrid" if fp8.hybrid else "e4m3", formats)
-    yield Field("fp8_recipe", fp8.recipe.name, ("model.fp8_recipe",))
+    yield Field("fp8_recipe", fp8.recipe.core_name, ("model.fp8_recipe",))
     yield Field("fp8_param", fp8.params, ("model.fp8_params",))
     yield Field("fp8_interval", 1, ("model.fp8_interval",))
     for name in ("margin", "amax_history_len", "wgrad", "dot_product_attention"):
@@ -262,7 +262,7 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
         _distributed_optimizer(spec),
         *_of_model(spec, "overlap_param_gather"),
         # The default means delayed.
-        Field("fp8_recipe", None if fp8 is None else fp8.recipe.name, ("model.fp8_recipe",)),
+        Field("fp8_recipe", None if fp8 is None else fp8.recipe.core_name, ("model.fp8_recipe",)),
     ]
 
 

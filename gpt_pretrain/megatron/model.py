@@ -37,7 +37,7 @@ from gpt_pretrain.megatron.fallbacks import (
 from gpt_pretrain.megatron.gpt import GPT
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import losses_from_head
-from gpt_pretrain.megatron.own_model import named_layers, own_loss
+from gpt_pretrain.megatron.own_model import install_recipe, named_layers, own_loss
 from gpt_pretrain.megatron.parallel import sum_over
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
@@ -104,6 +104,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
         install_weight_gradients()
     if kernels.transformer_engine:
         install_split()
+    install_recipe(spec)
     for feature in used_features(kernels):
         feature.prepare()
     if kernels.cuda_graph_impl is not None:

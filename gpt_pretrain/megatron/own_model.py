@@ -1,4 +1,4 @@
-"""Layers and losses that extensions register, built into the model; their errors say whose they are."""
+"""Layers, losses and FP8 recipes that extensions register, built into the model; their errors say whose they are."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -6,12 +6,14 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core import fp8_utils
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
-from megatron.core.transformer import ModuleSpec
+from megatron.core.transformer import ModuleSpec, TransformerConfig
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import Registered, registered_choice
+from gpt_pretrain.launch.patches import FP8_RECIPE, patch
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -35,6 +37,27 @@ def named_layers(spec: RunSpec, doing: str) -> AbstractContextManager[None]:
     """Around code that builds or calls layers: an exception from an extension's modules says whose it is."""
     registered = registered_choice("layer", spec.model.layer)
     return nullcontext() if registered is None else registered.named_if_inside(doing)
+
+
+# megatron-core's own, for runs of the same process without a variant.
+_core_recipe = fp8_utils.get_fp8_recipe
+
+
+def install_recipe(spec: RunSpec) -> None:
+    """Lets megatron-core take the recipe of `model.fp8_recipe` from the extension that registered it, if any did."""
+    name = spec.model.fp8_recipe
+    registered = None if name is None or spec.te_fp8 is None else registered_choice("fp8_recipe", name)
+    patch(FP8_RECIPE, get_fp8_recipe=_core_recipe if registered is None else partial(_variant, registered))
+
+
+def _variant(registered: Registered, config: TransformerConfig) -> Any:
+    plain = _core_recipe(config)
+    kind = type(plain)
+    with registered.named("making a recipe"):
+        recipe = registered.value.change(plain)
+        if not isinstance(recipe, kind):
+            raise UserError(f"it returned {type(recipe).__name__}, and a variant of {kind.__name__} is one")
+    return recipe
 
 
 def own_loss(spec: RunSpec) -> Callable[..., torch.Tensor] | None:

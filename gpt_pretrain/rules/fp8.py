@@ -49,7 +49,7 @@ def engine(settings: Fp8Settings) -> Iterator[str]:
             f"model.fp8_backend={backend.name}",
             f"this backend has {', '.join(each.name for each in own)}",
             f"fp8={own[0].preset} with model.fp8_recipe={own[0].name}",
-            f"fp8={recipe.preset} with model.fp8_backend={recipe.backend.name}",
+            f"fp8={recipe.varies or recipe.preset} with model.fp8_backend={recipe.backend.name}",
         )
 
 

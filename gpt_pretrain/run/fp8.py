@@ -19,7 +19,7 @@ from gpt_pretrain.config.choices import (
 )
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
+from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of, variants
 
 # A setting that excludes what was asked for, why, and other ways out beside doing without (`rules.model.refusals`).
 type Obstacle = tuple[str, ...]
@@ -95,7 +95,7 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     if not model.fp8:
         return None
     backend = model.fp8_backend or Fp8Backend.transformer_engine
-    known = (*recipes_of(backend), *RECIPES.values())
+    known = (*recipes_of(backend), *RECIPES.values(), *variants())
     recipe = next(each for each in known if model.fp8_recipe in (None, Fp8RecipeName[each.name]))
     unset = recipe.has_own_formats or (model.fp8_e4m3 is None and model.fp8_hybrid is None)
     # As in NeMo, fp8_e4m3 wins over fp8_hybrid.

@@ -5,13 +5,15 @@ A new recipe is a member of `config.choices.Fp8RecipeName`, a record here, `conf
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import one_of
+from gpt_pretrain.extend.model import RecipeVariant
+from gpt_pretrain.extend.registry import registered
 
 # Largest finite value of each format (Micikevicius et al. 2022, arXiv 2209.05433, table 1).
 FORMAT_MAX = {"e4m3": 448.0, "e5m2": 57344.0}
@@ -50,6 +52,8 @@ class Recipe:
 
     name: str
     """Transformer Engine's recipes have the names that megatron-core's `get_fp8_recipe` expects."""
+    varies: str = ""
+    """The recipe that an extension's variant is of."""
     backend: Fp8Backend = Fp8Backend.transformer_engine
     te_class: str = ""
     """Class in `transformer_engine.common.recipe`; empty for other engines."""
@@ -113,6 +117,11 @@ class Recipe:
     """What to choose where one scale cannot cover a tensor's range; empty: nothing."""
     refusals: Mapping[Use, str] = field(default_factory=dict)
     """What excludes the recipe, with the reasons."""
+
+    @property
+    def core_name(self) -> str:
+        """megatron-core's name."""
+        return self.varies or self.name
 
     @property
     def scales_tensors(self) -> bool:
@@ -280,6 +289,22 @@ _TORCHAO = (
 )
 # By preset; an engine's first is what `fp8_recipe=null` means.
 RECIPES: Mapping[str, Recipe] = {recipe.preset: recipe for recipe in (*_TE, *_TORCHAO)}
+
+
+def variants() -> Iterator[Recipe]:
+    """The variants that extensions have registered."""
+    for each in registered("fp8_recipe"):
+        variant: RecipeVariant = each.value
+        recipe = RECIPES[variant.of]
+        graphs = {Use.cuda_graph_impl: "variants of extensions are not tested with graphs"}
+        yield replace(
+            recipe,
+            name=each.name,
+            varies=recipe.name,
+            powers_of_two=recipe.powers_of_two if variant.powers_of_two is None else variant.powers_of_two,
+            gains_by_graphs=False,
+            refusals={**recipe.refusals, **graphs},
+        )
 
 
 def recipes_of(backend: Fp8Backend) -> list[Recipe]:
