@@ -15,7 +15,7 @@ KNOWS = {
     "extend": {"config"},
     "launch": {"config"},
     "run": {"config", "extend", "launch", "kernels"},
-    "features": {"config", "launch", "run", "kernels"},
+    "features": {"config", "extend", "launch", "run", "kernels"},
     "rules": {"config", "extend", "launch", "run", "features"},
     "kernels": set(),
     "megatron": {"config", "extend", "launch", "run", "features", "kernels"},

@@ -41,6 +41,7 @@ _LATER_KEYS = {
         "qk_layernorm": False,
         "layer": "gpt",
         "loss": "cross_entropy",
+        "features": [],
         "num_moe_experts": None,
         "moe_ffn_hidden_size": None,
         "moe_router_topk": 2,

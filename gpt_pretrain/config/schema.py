@@ -146,6 +146,8 @@ class ModelConfig:
     """The transformer layer: gpt, or one that an extension registers."""
     loss: choices.LossName
     """What training minimizes: cross_entropy, or a loss that an extension registers. Validation is cross entropy."""
+    features: list[str]
+    """Features that extensions register and that the run uses."""
     share_embeddings_and_output_weights: bool
     """The LM head reuses the embedding matrix (tied embeddings)."""
     init_method_std: float

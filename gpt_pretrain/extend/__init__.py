@@ -13,6 +13,7 @@ it registers what it brings with the functions of this module:
     layer       a name for model.layer
     loss        a name for model.loss
     fp8_recipe  a name for model.fp8_recipe
+    feature     a name in model.features
 
 What is registered is checked, shown, stored and refused like the program's own. A name can be registered once. This
 module imports neither torch nor megatron-core, and an extension must not do so while it is imported either: `--help`
@@ -24,7 +25,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.data import DataSource, data_source, tokenizer
 from gpt_pretrain.extend.keys import keys, own_keys
-from gpt_pretrain.extend.model import fp8_recipe, layer, loss
+from gpt_pretrain.extend.model import feature, fp8_recipe, layer, loss
 from gpt_pretrain.extend.optimizers import optimizer
 from gpt_pretrain.extend.training import Callback, Evaluate, Run, Sink, callback, sink, validation_task
 
@@ -38,6 +39,7 @@ __all__ = [
     "UserError",
     "callback",
     "data_source",
+    "feature",
     "fp8_recipe",
     "keys",
     "layer",

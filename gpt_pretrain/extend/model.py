@@ -79,6 +79,21 @@ def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Call
     return add
 
 
+def feature[F: type[Any]](name: str) -> Callable[[F], F]:
+    """Registers a subclass of `gpt_pretrain.features.feature.Feature`, as a decorator.
+
+    `model.features=[NAME]` uses it: nothing turns it on by itself, so `key` and `gains` are not asked for. It changes
+    how a run computes, not what: a generation from a checkpoint goes without it. What a model computes belongs into a
+    layer.
+    """
+
+    def add(cls: F) -> F:
+        register("feature", name, cls, cls.__module__)
+        return cls
+
+    return add
+
+
 def loss(name: str) -> Callable[[TokenLosses], TokenLosses]:
     """Registers a function that computes token losses from logits, as a decorator; `model.loss=NAME` chooses it.
 

@@ -36,6 +36,8 @@ class Feature:
     """The field of megatron-core's `TransformerConfig` that says whether it is used."""
     changes_te_layers: ClassVar[bool] = False
     """It needs Transformer Engine's layers."""
+    off: ClassVar[str] = "null or false"
+    """How messages offer to do without it."""
     compiles_first: ClassVar[bool] = False
     """Its first call compiles for seconds, which does not pay for a few tokens."""
     attention_speed: ClassVar[float] = 1.0
@@ -43,9 +45,24 @@ class Feature:
     doctor_part: ClassVar[tuple[str, str]] = ("", "")
     """A part of a run in the doctor's table, and when this feature is the first choice for it."""
 
+    @property
+    def path(self) -> str:
+        """The dotted key that turns it on."""
+        return f"model.{self.key}"
+
+    @property
+    def setting(self) -> str:
+        """What asks for it, as messages name it."""
+        return f"{self.path}=true"
+
+    def wanted(self, model: ModelConfig) -> bool | None:
+        """What the configuration says."""
+        value: bool | None = getattr(model, self.key)
+        return value
+
     def is_asked(self, model: ModelConfig) -> bool:
         """Whether the configuration says true."""
-        return getattr(model, self.key) is True
+        return self.wanted(model) is True
 
     def is_used(self, kernels: Kernels) -> bool:
         """Whether a run uses it."""

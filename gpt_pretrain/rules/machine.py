@@ -220,7 +220,8 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     for feature in FEATURES:
         if feature.is_asked(model) and (lack := feature.lacks(spec)) is not None:
-            yield _needs(spec, feature.key, *lack)
+            needed, why = lack
+            yield f"{feature.setting} needs {needed}: {why}; use {feature.off}"
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:

@@ -213,7 +213,7 @@ def compile_problems(run: Resolved) -> Iterator[str]:
     for feature in FEATURES:
         if feature.is_asked(model):
             why = _LOCAL_LAYERS if feature.changes_te_layers else _COMPILED_ITSELF
-            yield refusal(asked, f"model.{feature.key}=true", why, "model.compile=false", f"model.{feature.key}=null")
+            yield refusal(asked, feature.setting, why, "model.compile=false", f"{feature.path}=null")
 
 
 def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
@@ -221,7 +221,7 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     for feature in FEATURES:
         if feature.is_asked(run.model):
             obstacles = feature.obstacles(run, sizes_known=sizes_known)
-            yield from refusals(f"model.{feature.key}=true", obstacles, "null or false")
+            yield from refusals(feature.setting, obstacles, feature.off)
 
 
 def gradients(model: ModelConfig) -> Iterator[str]:

@@ -1,10 +1,12 @@
-"""Rules about a layer or a loss that an extension has registered: what is written for the program's own."""
+"""Rules about layers, losses and features of extensions: what is written for the program's own excludes them."""
 
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import LayerName, LossName
-from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.keys import did_you_mean, nearest_name
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.extend.registry import registered
 from gpt_pretrain.rules.model import refusal
 
 # `model.compile` and `model.cuda_graph_impl` have rules of their own.
@@ -15,7 +17,13 @@ _NOT_WITH_LAYER = {
 
 
 def own_model_problems(model: ModelConfig) -> Iterator[str]:
-    """Settings that exclude the run's layer or its loss."""
+    """Features that nobody has registered, and settings that exclude the run's layer or its loss."""
+    names = [each.name for each in registered("feature")]
+    for name in model.features:
+        if name not in names:
+            told = did_you_mean(nearest_name(name, names)) or f"; use {one_of(names)}"
+            way = told if names else "; name the extension that registers it in extensions=[…]"
+            yield f"model.features={written(model.features)}: there is no feature {show(name)}{way}"
     if model.layer is not LayerName.gpt:
         for key, why in _NOT_WITH_LAYER.items():
             if getattr(model, key):

@@ -34,12 +34,16 @@ class Kernels:
     """Key of each feature (`features.registry`) → whether the run uses it."""
 
     def values(self) -> dict[str, Any]:
-        """Each part with its value; a feature follows the part whose key precedes its own in the schema."""
+        """Each part with its value; a feature follows the part whose key precedes its own in the schema.
+
+        Those of extensions come last.
+        """
         keys = [field.name for field in fields(ModelConfig)]
         parts = [field.name for field in fields(self) if field.name != "features"]
-        for feature in sorted(self.features, key=keys.index):
+        for feature in sorted(filter(keys.__contains__, self.features), key=keys.index):
             before = keys[: keys.index(feature)]
             parts.insert(parts.index(next(key for key in reversed(before) if key in parts)) + 1, feature)
+        parts += [feature for feature in self.features if feature not in parts]
         return {part: self.features[part] if part in self.features else getattr(self, part) for part in parts}
 
 
