@@ -98,7 +98,7 @@ def test_the_manual_shows_the_example_in_short_modules():
     shown = dict(re.findall(r"^```python\n# my_lab/(\w+\.py)\n(.*?)^```", page, flags=re.M | re.S))
     written = {path.name: path.read_text() for path in (EXAMPLE / "my_lab").glob("*.py") if path.name in shown}
     assert shown == written
-    assert len(shown) == 7
+    assert len(shown) == 13
     assert {name: len(text.splitlines()) for name, text in shown.items() if len(text.splitlines()) > 30} == {}
 
 

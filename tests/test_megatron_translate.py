@@ -416,7 +416,10 @@ ELSEWHERE = {
     "run/fp8.py": ("model.fp8_backend", "model.moe_grouped_kernel"),
     # Compared with what the launcher started.
     "rules/training.py": ("trainer.devices", "trainer.num_nodes"),
-    "megatron/model.py": (
+    # Their other values are names that extensions register.
+    "megatron/own_model.py": ("model.layer", "model.loss"),
+    "features/of_extensions.py": ("model.features",),
+    "megatron/gpt.py": (
         "model.max_position_embeddings",
         "model.position_embedding_type",
         "model.rotary_percentage",

@@ -21,8 +21,9 @@ def own_model_problems(model: ModelConfig) -> Iterator[str]:
     names = [each.name for each in registered("feature")]
     for name in model.features:
         if name not in names:
-            told = did_you_mean(nearest_name(name, names)) or f"; use {one_of(names)}"
-            way = told if names else "; name the extension that registers it in extensions=[…]"
+            way = "; name the extension that registers it in extensions=[…]"
+            if names:
+                way = did_you_mean(nearest_name(name, names)) or f"; use {one_of(names)}"
             yield f"model.features={written(model.features)}: there is no feature {show(name)}{way}"
     if model.layer is not LayerName.gpt:
         for key, why in _NOT_WITH_LAYER.items():
