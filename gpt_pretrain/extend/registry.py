@@ -59,7 +59,9 @@ class Registered:
         try:
             yield
         except Exception as error:
-            if not any(_is_of(frame.filename, self.file) for frame in traceback.extract_tb(error.__traceback__)):
+            is_named = isinstance(error, ExtensionError) or str(error).startswith(tuple(map(str, REGISTERED)))
+            frames = traceback.extract_tb(error.__traceback__)
+            if is_named or not any(_is_of(frame.filename, self.file) for frame in frames):
                 raise
             with self.named(doing):
                 raise
@@ -75,7 +77,10 @@ def where(error: BaseException, file: str) -> str:
     """Line, error and the frames from `file` on, of an exception that passed through it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [number for number, frame in enumerate(frames) if _is_of(frame.filename, file)]
-    line = f"line {frames[inside[-1]].lineno}: " if inside else ""
+    line = ""
+    if inside:
+        last = frames[inside[-1]]
+        line = f"{'' if last.filename == file else f'{Path(last.filename).name}, '}line {last.lineno}: "
     shown = traceback.format_list(frames[inside[0] :]) if inside else traceback.format_tb(error.__traceback__)
     return "\n".join([f"{line}{reason(error)}", *"".join(shown).splitlines()])
 
