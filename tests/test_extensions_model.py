@@ -106,7 +106,8 @@ def test_the_proof_covers_a_layers_linear_layers_and_names_the_others(tmp_path):
 
 def test_a_layer_trains_alike_in_every_layout_and_across_a_resume(tmp_path):
     write_layer(tmp_path)
-    overrides = [*GATED, "model.optim.lr=1e-2", "trainer.precision=fp32", "model.num_layers=2"]
+    constant = ["model.optim.lr=1e-2", "model.optim.sched.name=constant"]
+    overrides = [*GATED, *constant, "trainer.precision=fp32", "model.num_layers=2"]
     straight = losses(train(tmp_path, "straight", *overrides, steps=4))
     train(tmp_path, "stopped", *overrides, "parallelism=tp2", num_ranks=2)
     both = losses(train(tmp_path, "stopped", *overrides, "parallelism=pp2", num_ranks=2, steps=4))

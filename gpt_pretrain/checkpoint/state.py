@@ -72,6 +72,8 @@ _ARCHITECTURE_KEYS = (
 )
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
+# Stated for other layers than the program's own.
+_LAYER = "model.layer"
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -148,7 +150,7 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
     if model.layer is not LayerName.gpt:
         # Checkpoints from before there was a choice do not name it.
-        described["model.layer"] = model.layer.name
+        described[_LAYER] = model.layer.name
     return described | {
         "model.ffn_hidden_size": str(ffn_hidden_size(model)),
         "model.num_query_groups": str(num_query_groups(model)),
@@ -190,6 +192,8 @@ def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
     The saved values may be older than some keys (`_BEFORE`).
     """
     saved = {**_BEFORE, **saved}
+    if _LAYER in saved:
+        current = {_LAYER: LayerName.gpt.name, **current}
     return ", ".join(
         f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
         for key, value in current.items()

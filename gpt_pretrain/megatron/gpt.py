@@ -13,9 +13,10 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
+from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.config.derived import padded_vocab_size
 from gpt_pretrain.megatron.loss import LossHead
-from gpt_pretrain.megatron.own_model import named_layers
+from gpt_pretrain.megatron.own_model import mark_replicas, named_layers
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -55,6 +56,14 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         """See the class; the arguments are megatron-core's."""
         with named_layers(self._spec, "a forward pass"):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+
+    @override
+    def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """See megatron-core's."""
+        state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)
+        if self._spec.model.layer is not LayerName.gpt:
+            mark_replicas(state)
+        return state
 
     @override
     def setup_embeddings_and_output_layer(self) -> None:

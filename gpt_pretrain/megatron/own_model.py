@@ -6,7 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from megatron.core import fp8_utils
+from megatron.core import fp8_utils, parallel_state
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 from megatron.core.transformer import ModuleSpec, TransformerConfig
 
@@ -37,6 +38,20 @@ def named_layers(spec: RunSpec, doing: str) -> AbstractContextManager[None]:
     """Around code that builds or calls layers: an exception from an extension's modules says whose it is."""
     registered = registered_choice("layer", spec.model.layer)
     return nullcontext() if registered is None else registered.named_if_inside(doing)
+
+
+def mark_replicas(state: dict[str, Any]) -> None:
+    """Makes one of the tensor parallel ranks the writer of a weight that all of them hold whole.
+
+    megatron-core 0.19's MLP takes each rank's copy of a plain module, such as `torch.nn.Linear`, for the one to write.
+    """
+    rank = parallel_state.get_tensor_model_parallel_rank()
+    for key, part in state.items():
+        if not isinstance(part, ShardedTensor) or ".experts." in key:
+            continue
+        pipeline, writer, data = part.replica_id
+        if part.local_shape == part.global_shape[part.prepend_axis_num :] and writer == 0:
+            part.replica_id = (pipeline, rank, data)
 
 
 # megatron-core's own, for runs of the same process without a variant.
