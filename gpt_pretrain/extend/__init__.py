@@ -3,17 +3,17 @@
 `extensions=[my_lab.callbacks]` imports `my_lab.callbacks` before the configuration is composed; while it is imported,
 it registers what it brings with the functions of this module:
 
-    callback    code that runs at the start, after steps, validations and saves, and at the end
-    sink        another place for metrics
+    callback        code that runs at the start, after steps, validations and saves, and at the end
+    sink            another place for metrics
     validation_task numbers of the model at each validation
-    keys        keys of your own, in a group of your own
-    optimizer   a name for model.optim.name
-    data_source a name for model.data.data_impl
-    tokenizer   a name for model.tokenizer.library
-    layer       a name for model.layer
-    loss        a name for model.loss
-    fp8_recipe  a name for model.fp8_recipe
-    feature     a name in model.features
+    keys            keys of your own, in a group of your own
+    optimizer       a name for model.optim.name
+    data_source     a name for model.data.data_impl
+    tokenizer       a name for model.tokenizer.library
+    layer           a name for model.layer
+    loss            a name for model.loss
+    fp8_recipe      a name for model.fp8_recipe
+    feature         a name in model.features
 
 What is registered is checked, shown, stored and refused like the program's own. A name can be registered once. This
 module imports neither torch nor megatron-core, and an extension must not do so while it is imported either: `--help`
