@@ -132,7 +132,9 @@ def min_lr(optim: OptimConfig) -> float:
 
 
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
-    """Training samples of the whole run: the same at each start, because data of several epochs depend on the number.
+    """Training samples of the whole run: the same at each start, because megatron-core's order depends on the number.
+
+    Checkpoints of earlier versions keep that order (`data.corpus.ORDER`).
 
     At step `step` the run, which may resume with another batch size, has consumed or skipped `consumed_samples`, and
     skipped `passed_over` of them. Each rewind may skip the samples of a save interval and the margin, because the

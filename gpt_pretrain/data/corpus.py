@@ -5,7 +5,7 @@ cache, wait for the first), refuses wrong data, and returns the same `Corpus` on
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
@@ -31,6 +31,10 @@ from gpt_pretrain.launch.signals import ended_while_waiting
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
 TOKENIZER = "tokenizer"
 NO_TOKENIZER = "none"
+# Among them too: what a run counts its samples in. Checkpoints of earlier versions, which used megatron-core's order,
+# lack it.
+ORDER = "order of the samples"
+_EPOCH_BY_EPOCH = "epoch by epoch"
 # What opens each kind of data: text to tokenize, token files, or None for random tokens.
 SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
     DataImpl.mmap: lambda data: plan_blend(data.data_prefix),
@@ -51,8 +55,8 @@ class Corpus:
     tokenizer: Tokenizer | None
     """None for data of token ids."""
     fingerprints: Mapping[str, str]
-    """Of the tokenizer, the tokens, the files' shares and the splits, by name, wherever the files are; a resumed run
-    compares them with those in its checkpoint."""
+    """Of the tokenizer, the tokens, the files' shares, the splits and the order, by name, wherever the files are; a
+    resumed run compares them with those in its checkpoint."""
     files_key: str
     """Fingerprint of the files on this machine (path, size, modification time), for the key of the sample indices."""
     splits: tuple[SplitSizes, ...]
@@ -62,6 +66,17 @@ class Corpus:
     def is_mock(self) -> bool:
         """Whether the samples are random tokens."""
         return not self.prefixes
+
+    @property
+    def is_epoch_by_epoch(self) -> bool:
+        """Whether the samples come in the order of `data.epochs`, and not in megatron-core's."""
+        return ORDER in self.fingerprints
+
+    def continued(self, saved: Mapping[str, str]) -> "Corpus":
+        """The same in the order that a checkpoint with these fingerprints counts its samples in."""
+        if ORDER in saved:
+            return self
+        return replace(self, fingerprints={name: value for name, value in self.fingerprints.items() if name != ORDER})
 
     @property
     def train(self) -> SplitSize:
@@ -104,7 +119,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             prefixes=(),
             weights=(),
             tokenizer=None,
-            fingerprints={TOKENIZER: NO_TOKENIZER, "tokens": key},
+            fingerprints={TOKENIZER: NO_TOKENIZER, "tokens": key, ORDER: _EPOCH_BY_EPOCH},
             files_key=key,
             splits=(),
         )
@@ -144,6 +159,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
             "tokens": fingerprint([content_fingerprint(file) for file in files]),
             "shares of the token files": fingerprint(weights),
             "splits": fingerprint(split_matrix(model.data.splits_string)),
+            ORDER: _EPOCH_BY_EPOCH,
         },
         files_key=fingerprint([[file.identity() for file in files], weights, tokenizer_key]),
         splits=tuple(splits),

@@ -1,12 +1,9 @@
-"""From the corpus to samples: megatron-core's GPTDataset over the token files, or random tokens.
+"""From the corpus to samples: a megatron-core data set over the token files, or random tokens.
 
 A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, with the next tokens as labels. Each
 split of each file has its own index (document order, sample borders, sample order), built once and kept in the cache.
-
-**The next epoch begins when the data is exhausted.** The index covers as many epochs as the run's samples need, each in
-its own order; megatron-core shuffles whole epochs together and keeps a last, partial one apart. The order follows from
-the seed and the number of samples: a run that resumes with another `trainer.max_steps` sees another order once it needs
-more than one epoch.
+It covers as many epochs as the run's samples need. The order follows from the seed alone (`data.epochs`), and samples
+of several files are drawn by weight, each time from the file that is furthest behind its share.
 """
 
 import io
@@ -33,6 +30,7 @@ from gpt_pretrain.config.files import check_regular, remove
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.epochs import EpochDataset
 from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
 from gpt_pretrain.launch.signals import ended_while_waiting
 
@@ -146,10 +144,11 @@ def build_datasets(
     cache = cache_directory(model.data)
     split, length = model.data.splits_string, model.encoder_seq_length
     made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
+    kind = EpochDataset if corpus.is_epoch_by_epoch else GPTDataset
+    if kind is EpochDataset:
+        made_of.append(kind.__name__)
     index = cache / "index" / fingerprint(made_of)[:32]
-    builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
-    )
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _megatron_config(model, corpus, sizes, index))
     # A complete index may be on a read-only disk, where no lock can be made.
     is_complete = (index / _COMPLETE).exists()
     writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
