@@ -288,7 +288,14 @@ def load_checkpoint(
         else:
             _seed_anew(model.seed, manifest.step)
     digests = state.get(FP8_DIGESTS) if restores_fp8 else None
-    return Restored(progress=manifest.progress, notes=notes, fp8_digests=digests)
+    progress = manifest.progress_at(model.encoder_seq_length)
+    if progress.earlier_lengths != manifest.earlier_lengths:
+        notes.append(
+            f"model.encoder_seq_length={model.encoder_seq_length} (saved with {manifest.sequence_length}): the samples "
+            f"are cut anew, and the run goes on with sample {progress.consumed_samples:,} of the new ones; some "
+            "documents of this epoch are read again, or not at all"
+        )
+    return Restored(progress=progress, notes=notes, fp8_digests=digests)
 
 
 def load_weights(

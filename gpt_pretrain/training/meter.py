@@ -62,7 +62,7 @@ class Meter:
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * model.encoder_seq_length,
+            consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,

@@ -175,7 +175,7 @@ def _sum_up(
         metrics,
         step=progress.step,
         consumed_samples=progress.consumed_samples,
-        consumed_tokens=progress.consumed_samples * config.model.encoder_seq_length,
+        consumed_tokens=progress.consumed_tokens(config.model.encoder_seq_length),
         num_gpus=setup.spec.launch.world_size,
         end_reason=reason,
         exit_code=EXIT_CODES[reason],
