@@ -46,7 +46,8 @@ class DataConfig:
     num_workers: int
     """Processes per rank that prepare batches in advance; 0: the training process prepares them."""
     eod_mask_loss: bool
-    """Exclude the end-of-document token from the loss."""
+    """Exclude the first token of each document, which nothing before it predicts, from the loss, as Megatron-LM does;
+    the end-of-document token counts."""
 
 
 @dataclass(kw_only=True, slots=True)
