@@ -36,9 +36,9 @@ class DataConfig:
     splits_string: str
     """Proportions of documents for training, validation and test, e.g. "900,50,50"."""
     text_files: list[str]
-    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl and .parquet: one per row)."""
+    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row)."""
     text_key: str
-    """Field (.jsonl) or column (.parquet) that holds the text."""
+    """Field (.jsonl) or column (.parquet, .arrow) that holds the text."""
     cache_dir: str | None
     """Directory of tokenized corpora and index caches; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
     num_dataset_builder_threads: int
