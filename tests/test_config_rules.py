@@ -371,6 +371,21 @@ RULES = {
         told="model.data.text_files=[a.txt] model.data.data_impl=mock",
         offers="data=text | ~model.data.text_files",
     ),
+    "validation files for another corpus": Refused(
+        "model.data.validation_prefix=[web]",
+        told="model.data.validation_prefix=[web] model.data.data_impl=stdlib",
+        offers="model.data.validation_prefix=[]",
+    ),
+    "validation files without validation": Refused(
+        "data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
+        told="model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
+        offers="trainer.limit_val_batches=8 | model.data.validation_prefix=[]",
+    ),
+    "validation weights out of turn": Refused(
+        "data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[web,0.7,code,0.3]",
+        told="model.data.validation_prefix=[web,0.7,code,0.3]",
+        legal="data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[0.7,web,0.3,code]",
+    ),
     "weights out of turn": Refused(
         "data=mmap model.data.data_prefix=[web,0.7,code,0.3]",
         told="model.data.data_prefix=[web,0.7,code,0.3]",

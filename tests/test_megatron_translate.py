@@ -436,6 +436,7 @@ ELSEWHERE = {
         "model.encoder_seq_length",
         "model.data.data_impl",
         "model.data.data_prefix",
+        "model.data.validation_prefix",
         "model.data.splits_string",
         "model.data.text_files",
         "model.data.text_key",

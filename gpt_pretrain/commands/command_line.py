@@ -6,6 +6,7 @@ Hydra itself answers its options (`--cfg`, `--info`, `-m`, shell completion, …
 import argparse
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from hydra._internal.hydra import Hydra
@@ -36,6 +37,7 @@ from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.gate import Job, check_command
+from gpt_pretrain.rules.overrides import by_split
 
 # Hydra's option that is not supported, and never offered.
 _REFUSED = "--experimental-rerun"
@@ -122,7 +124,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
     loader = extended_loader(options.overrides, source)
-    return Request(options=options, loader=loader, overrides=tuple(map(_with_two_plus_signs, options.overrides)))
+    overrides = chain.from_iterable(by_split(_with_two_plus_signs(given)) for given in options.overrides)
+    return Request(options=options, loader=loader, overrides=tuple(overrides))
 
 
 def _with_two_plus_signs(override: str) -> str:

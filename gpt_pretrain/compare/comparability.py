@@ -14,6 +14,7 @@ IDENTITY: Mapping[str, tuple[str, ...]] = {
     "data": (
         "model.data.data_impl",
         "model.data.data_prefix",
+        "model.data.validation_prefix",
         "model.data.text_files",
         "model.data.text_key",
         "model.data.splits_string",
@@ -48,7 +49,9 @@ IDENTITY: Mapping[str, tuple[str, ...]] = {
         "model.moe_router_topk",
     ),
 }
-_PATHS = frozenset({"model.data.data_prefix", "model.data.text_files", "model.tokenizer.model"})
+_PATHS = frozenset(
+    {"model.data.data_prefix", "model.data.validation_prefix", "model.data.text_files", "model.tokenizer.model"}
+)
 SEED, MICROBATCH = "model.seed", "model.micro_batch_size"
 # These change neither losses nor times.
 _PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")

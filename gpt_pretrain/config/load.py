@@ -57,6 +57,7 @@ _LATER_KEYS = {
         "cross_entropy_fusion_impl": None,
         "cuda_graph_impl": None,
         "compile": False,
+        "data": {"validation_prefix": []},
         "optim": {
             "use_precision_aware_optimizer": False,
             "main_params_dtype": "fp32",

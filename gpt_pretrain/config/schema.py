@@ -33,6 +33,9 @@ class DataConfig:
     """Corpus: mmap (.bin/.idx files of `data_prefix`), text (`text_files`), stdlib (Python's own sources), mock."""
     data_prefix: list[Any]
     """data_impl=mmap: paths without .bin/.idx, or alternating weights and paths: [0.7,web,0.3,code]."""
+    validation_prefix: list[Any]
+    """data_impl=mmap: files to validate on, in the form of `data_prefix`, whose files are then all for training; empty:
+    the validation split of `data_prefix`."""
     splits_string: str
     """Proportions of documents for training, validation and test, e.g. "900,50,50"."""
     text_files: list[str]

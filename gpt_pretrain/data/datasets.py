@@ -142,7 +142,8 @@ def build_datasets(
     sizes = [num_train_samples, num_valid_samples, 0]
     _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
-    split, length = model.data.splits_string, model.encoder_seq_length
+    length = model.encoder_seq_length
+    split: Any = model.data.splits_string if corpus.validation is None else corpus.validation.prefixes
     made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
     kind = EpochDataset if corpus.is_epoch_by_epoch else GPTDataset
     if kind is EpochDataset:
@@ -217,8 +218,8 @@ def _plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split:
     """Passes of `num_samples` over a split (0: training, 1: validation); for a blend, the most over any file."""
     num_tokens = num_samples * model.encoder_seq_length
     return max(
-        weight * num_tokens / sizes[split].num_tokens
-        for weight, sizes in zip(corpus.weights, corpus.splits, strict=True)
+        weight * num_tokens / size.num_tokens
+        for weight, size in zip(corpus.blend(split).weights or (), corpus.sizes(split), strict=True)
     )
 
 
@@ -240,12 +241,15 @@ def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
 
 def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index: Path) -> GPTDatasetConfig:
     tokenizer = corpus.tokenizer
-    is_blend = len(corpus.prefixes) > 1
+    blends = [corpus.blend(split) for split in range(2)]
+    named = [(list(blend.prefixes), list(blend.weights or ()) if len(blend.prefixes) > 1 else None) for blend in blends]
+    of_files: dict[str, Any] = {"blend": named[0], "split": model.data.splits_string}
+    if corpus.validation is not None:
+        of_files = {"blend_per_split": [named[0], named[1] if sizes[1] else None, None]}
     config = GPTDatasetConfig(
         random_seed=model.seed,
         sequence_length=model.encoder_seq_length,
-        blend=(list(corpus.prefixes), list(corpus.weights) if is_blend else None),
-        split=model.data.splits_string,
+        **of_files,
         num_dataset_builder_threads=model.data.num_dataset_builder_threads,
         path_to_cache=str(index),
         # All that megatron-core's data sets read of a tokenizer.
@@ -254,7 +258,9 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
             eod=None if tokenizer is None else tokenizer.eod,
             unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
         ),
-        mid_level_dataset_surplus=plan_surplus(corpus.weights, sizes),
+        mid_level_dataset_surplus=max(
+            plan_surplus(blend.weights or (), [size]) for blend, size in zip(blends, sizes, strict=False)
+        ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=model.data.eod_mask_loss,
@@ -262,5 +268,8 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         create_attention_mask=False,
     )
     # megatron-core would also build the index of a split that nothing reads, and never finish that of an empty one.
-    config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)
+        ]
     return config

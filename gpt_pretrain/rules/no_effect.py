@@ -267,6 +267,9 @@ def _data_rows() -> Iterator[NoEffect]:
         if (name := impl.files_key) is not None:
             instead = f"data={impl.name}, or leave {name} empty"
             yield NoEffect(f"model.data.{name}", _unless_data(impl), instead)
+    yield NoEffect("model.data.validation_prefix", _unless_data(DataImpl.mmap), "model.data.validation_prefix=[]")
+    whole_files = _if(lambda run: bool(run.config.model.data.validation_prefix), "model.data.validation_prefix")
+    yield NoEffect("model.data.splits_string", whole_files)
     random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
     for name in ("splits_string", "cache_dir", "num_dataset_builder_threads"):
         yield NoEffect(f"model.data.{name}", random_tokens)
@@ -287,6 +290,8 @@ def _loop_rows() -> Iterator[NoEffect]:
     without_validation = _with("trainer.limit_val_batches", 0)
     yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))
     yield NoEffect("trainer.validate_at_start", without_validation, silent=(False,))
+    some = "trainer.limit_val_batches=8, or model.data.validation_prefix=[]"
+    yield NoEffect("model.data.validation_prefix", without_validation, some)
     yield NoEffect("trainer.spike_margin", _with("trainer.max_spike_rewinds", None))
     yield NoEffect("sample.max_new_tokens", _without_tokenizer, silent=(0,))
     yield NoEffect("sample.prompt", _without_sample)

@@ -189,7 +189,7 @@ def _small_states(run: Resolved) -> Iterator[str]:
     yield from _untested(run)
 
 
-def _prefixes(prefixes: list[Any]) -> Iterator[str]:
+def _prefixes(key: str, prefixes: list[Any]) -> Iterator[str]:
     """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
     if not any(is_weight(entry) for entry in prefixes):
         return
@@ -197,11 +197,11 @@ def _prefixes(prefixes: list[Any]) -> Iterator[str]:
     shown = "[" + ",".join(map(str, prefixes)) + "]"
     if len(weights) != len(paths) or not all(map(is_weight, weights)) or any(map(is_weight, paths)):
         yield (
-            f"model.data.data_prefix={shown} mixes weights and paths; "
+            f"{key}={shown} mixes weights and paths; "
             "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
         )
     elif not all(0 < (weight_of(weight) or 0) < math.inf for weight in weights):
-        yield f"model.data.data_prefix={shown} has a weight that is not positive, or endless; leave that path out"
+        yield f"{key}={shown} has a weight that is not positive, or endless; leave that path out"
 
 
 def _corpus(data: DataConfig) -> Iterator[str]:
@@ -209,7 +209,8 @@ def _corpus(data: DataConfig) -> Iterator[str]:
     name = data.data_impl.files_key
     if name is not None and not getattr(data, name):
         yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
-    yield from _prefixes(data.data_prefix)
+    yield from _prefixes("model.data.data_prefix", data.data_prefix)
+    yield from _prefixes("model.data.validation_prefix", data.validation_prefix)
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 
@@ -230,7 +231,7 @@ def _splits(config: Config) -> Iterator[str]:
         return
     if shares[0] == 0:
         yield f"model.data.splits_string={text!r} leaves nothing to train on; the first share must be positive"
-    if shares[1] == 0 and validates:
+    if shares[1] == 0 and validates and not config.model.data.validation_prefix:
         yield (
             f"model.data.splits_string={text!r} leaves nothing to validate on, and trainer.limit_val_batches="
             f"{config.trainer.limit_val_batches}; use a positive second share, or trainer.limit_val_batches=0"

@@ -102,7 +102,7 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
     described = {
-        "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.prefixes), '.bin/.idx pair')}",
+        "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.files), '.bin/.idx pair')}",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
         f"{setup.train_data.num_epochs:.2f} epochs",
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
