@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any, override
 
 from gpt_pretrain.config.choices import Precision
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
-class EmbeddingGradient(Feature):
+class EmbeddingGradient(FusedKernel):
     """Gradients added to the rows of an embedding."""
 
     key = "embedding_gradient_fusion"

@@ -5,9 +5,11 @@ doctor what it needs. A feature overrides the methods that concern it; the other
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
+from gpt_pretrain.config.errors import refusals, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
@@ -17,17 +19,28 @@ from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec
 
 # A feature's file takes the types of its methods from here.
-__all__ = ["Feature", "Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
+__all__ = ["Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
 
 type Lack = tuple[str, str]
 """What a feature needs, and why this machine does not have it, as a message says it with a colon between them."""
 
 
+def needs(model: ModelConfig, why: str, **values: object) -> Iterator[Obstacle]:
+    """An obstacle for each key of `model.` that has another value than the feature needs."""
+    for key, value in values.items():
+        if getattr(model, key) != value:
+            yield f"model.{key}={show(getattr(model, key))}", why
+
+
 class Feature:
-    """An optional behaviour with a key of `model.`: true, false, or null where the machine decides."""
+    """An optional behaviour that a key of `model.` asks for."""
 
     key: ClassVar[str]
     """Its name below `model.`."""
+    asked: ClassVar[Any] = True
+    """The value of the key that asks for it."""
+    off: ClassVar[str]
+    """How messages offer to do without it."""
     library: ClassVar[Library | None] = None
     """The optional library that it calls."""
     without_library: ClassVar[str] = ""
@@ -43,32 +56,31 @@ class Feature:
     doctor_part: ClassVar[tuple[str, str]] = ("", "")
     """A part of a run in the doctor's table, and when this feature is the first choice for it."""
 
-    def is_asked(self, model: ModelConfig) -> bool:
-        """Whether the configuration says true."""
-        return getattr(model, self.key) is True
+    @property
+    def setting(self) -> str:
+        """What asks for it, as messages name it."""
+        return f"model.{self.key}={show(self.asked)}"
 
-    def is_used(self, kernels: Kernels) -> bool:
+    def is_asked(self, model: ModelConfig) -> bool:
+        """Whether the configuration asks for it."""
+        return bool(attrgetter(self.key)(model) == self.asked)
+
+    def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""
-        return kernels.features[self.key]
+        return self.is_asked(spec.model)
+
+    def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+        """Why the rules refuse what was asked for; arguments as of `obstacles`."""
+        yield from refusals(self.setting, self.obstacles(run, sizes_known=sizes_known), self.off)
 
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
-        if self.changes_te_layers and run.model.transformer_engine is False:
-            yield "model.transformer_engine=false", "it changes Transformer Engine's layers"
-        if run.model.cuda_graph_impl is CudaGraphImpl.local:
-            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
-        yield from self.own_obstacles(run, sizes_known=sizes_known)
-
-    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-        """`obstacles` that other features do not have."""
         yield from ()
 
-    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
-
-        `kernels` has what was chosen before, features that stand earlier in `registry.FEATURES` included.
-        """
-        return False
+    def problems_here(self, spec: RunSpec) -> Iterator[str]:
+        """Why this machine cannot do what was asked for."""
+        if (lack := self.lacks(spec)) is not None:
+            yield f"{self.setting} needs {': '.join(lack)}; use {self.off}"
 
     def lacks(self, spec: RunSpec) -> Lack | None:
         """What it needs that this machine does not have; None if nothing."""
@@ -100,3 +112,32 @@ class Feature:
     def doctor_choice(self, platform: Platform) -> str | None:
         """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""
         return None
+
+
+class FusedKernel(Feature):
+    """A feature whose key is true, false, or null where the machine decides."""
+
+    off = "null or false"
+
+    @override
+    def is_used(self, spec: RunSpec) -> bool:
+        return spec.kernels.features[self.key]
+
+    @override
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        if self.changes_te_layers and run.model.transformer_engine is False:
+            yield "model.transformer_engine=false", "it changes Transformer Engine's layers"
+        if run.model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+        yield from self.own_obstacles(run, sizes_known=sizes_known)
+
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        """`obstacles` that other kernels do not have."""
+        yield from ()
+
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
+
+        `kernels` has what was chosen before, kernels that stand earlier in `registry.KERNELS` included.
+        """
+        return False

@@ -13,7 +13,17 @@ from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.feature import (
+    FusedKernel,
+    Kernels,
+    Lack,
+    Library,
+    Obstacle,
+    Platform,
+    Resolved,
+    RunSpec,
+    needs,
+)
 from gpt_pretrain.features.qkv_rope import QKV_ROPE
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER
@@ -36,7 +46,7 @@ _STILL_WIDTHS = (64, 128)
 _TAKES_THE_PLACE = "it takes the place of Transformer Engine's attention"
 
 
-class FlashAttention(Feature):
+class FlashAttention(FusedKernel):
     """FlashAttention-4."""
 
     key = "use_flash_attention"
@@ -55,13 +65,10 @@ class FlashAttention(Feature):
             return
         if cause := local_layers(model):
             yield cause, _TAKES_THE_PLACE
-        if model.fp8_dot_product_attention:
-            yield "model.fp8_dot_product_attention=true", "its products are in BF16"
-        if (cp := model.context_parallel_size) > 1:
-            why = "ranks exchange keys and values in Transformer Engine's attention"
-            yield f"model.context_parallel_size={cp}", why
-        if model.attention_dropout:
-            yield f"model.attention_dropout={model.attention_dropout}", "it has no dropout"
+        yield from needs(model, "its products are in BF16", fp8_dot_product_attention=False)
+        why = "ranks exchange keys and values in Transformer Engine's attention"
+        yield from needs(model, why, context_parallel_size=1)
+        yield from needs(model, "it has no dropout", attention_dropout=0)
         width = kv_channels(model)
         if width % _WIDTH_MULTIPLE or width > _WIDEST:
             yield f"heads of {width} channels", f"it takes multiples of {_WIDTH_MULTIPLE} up to {_WIDEST}"
@@ -72,7 +79,7 @@ class FlashAttention(Feature):
             kernels.transformer_engine
             and platform.is_hopper
             and _LIBRARY.name in platform.libraries
-            and _is_measured_faster(run.model, rotates=QKV_ROPE.is_used(kernels))
+            and _is_measured_faster(run.model, rotates=kernels.features[QKV_ROPE.key])
             # Not measured with recomputed attention.
             and run.model.activations_checkpoint_granularity is None
         )

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.choices import MoeTokenDispatcher
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 from gpt_pretrain.run.run_spec import why_local_layers
 
 
-class MoePermute(Feature):
+class MoePermute(FusedKernel):
     """Fused permutation of tokens for experts."""
 
     key = "moe_permute_fusion"

@@ -17,7 +17,7 @@ from gpt_pretrain.config.choices import (
 )
 from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels, matmul_parameters_per_layer
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.features.registry import FEATURES, LIBRARIES
+from gpt_pretrain.features.registry import KERNELS, LIBRARIES
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel, local_layers
@@ -85,7 +85,7 @@ def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpe
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves the `null`s among the kernel keys; explicit values stand. The run breaks no rule."""
     kernels = _plan_parts(run, platform, world_size)
-    for feature in FEATURES:
+    for feature in KERNELS:
         used: bool | None = getattr(run.model, feature.key)
         if used is None:
             # None is tested in replayed layers.
@@ -152,7 +152,7 @@ def _plan_graphs(run: Resolved, world_size: int, *, transformer_engine: bool) ->
     small = layer_flops <= _MAX_LAYER_FLOPS
     gain = transformer_engine and recipe_gains and compared and small and world_size == 1
     # Requested kernels that are not tested in graphs take precedence over them.
-    asked = any(feature.is_asked(model) for feature in FEATURES)
+    asked = any(feature.is_asked(model) for feature in KERNELS)
     is_free = not asked and not any(graph_obstacles(run))
     return CudaGraphImpl.local if gain and is_free else None
 

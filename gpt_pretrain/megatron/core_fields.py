@@ -190,7 +190,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
     for feature in FEATURES:
         if feature.core_field:
-            yield Field(feature.core_field, feature.is_used(kernels), (f"model.{feature.key}",))
+            yield Field(feature.core_field, feature.is_used(spec), (f"model.{feature.key}",))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "gradient_accumulation_fusion")

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGranularity
-from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.errors import one_of, refusal, refusals, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of

@@ -9,11 +9,10 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
 from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
+from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, refusal, show
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import build_run_spec
-from gpt_pretrain.rules.model import refusal
 from gpt_pretrain.run.fp8 import Fp8Settings, emulation, local_layers
 from gpt_pretrain.run.platform import (
     ATTENTION,
@@ -164,7 +163,7 @@ def _broken_libraries(spec: RunSpec) -> Iterator[str]:
             continue
         mended = replace(platform, libraries={**platform.libraries, library.name: library.oldest})
         unasked = value_of(spec.config, f"model.{feature.key}") is None
-        if unasked and feature.is_used(build_run_spec(spec.config, spec.launch, mended).kernels):
+        if unasked and feature.is_used(build_run_spec(spec.config, spec.launch, mended)):
             yield f"{feature.without_library}: {platform.library_problems[library.name]}"
 
 
@@ -219,8 +218,8 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     """Kernels that are not installed or cannot be built."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     for feature in FEATURES:
-        if feature.is_asked(model) and (lack := feature.lacks(spec)) is not None:
-            yield _needs(spec, feature.key, *lack)
+        if feature.is_asked(model):
+            yield from feature.problems_here(spec)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:

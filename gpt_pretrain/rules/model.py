@@ -4,16 +4,14 @@ A rule is a generator of messages: the keys and values in conflict, the rule, an
 divisions of widths, heads and sequences.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, refusals, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
-from gpt_pretrain.features.resolve import (
-    graph_obstacles,
-)
+from gpt_pretrain.features.resolve import graph_obstacles
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.products import Resolved
@@ -168,22 +166,6 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def refusal(asked: str, setting: str, why: str, *ways: str) -> str:
-    """The message about two settings that exclude each other, and what to use instead."""
-    return f"{asked} cannot be combined with {setting}: {why}; use {', or '.join(ways)}"
-
-
-def indivisible(product: str, divisor: str, *ways: str) -> str:
-    """The message about a number that must be a multiple of another, and what to use instead."""
-    return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
-
-
-def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A message for each obstacle to what was asked for."""
-    for setting, why, *ways in obstacles:
-        yield refusal(asked, setting, why, instead, *ways)
-
-
 def graph_problems(run: Resolved) -> Iterator[str]:
     """Settings that exclude requested CUDA graphs."""
     if run.model.cuda_graph_impl is CudaGraphImpl.local:
@@ -219,8 +201,7 @@ def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
     for feature in FEATURES:
         if feature.is_asked(run.model):
-            obstacles = feature.obstacles(run, sizes_known=sizes_known)
-            yield from refusals(f"model.{feature.key}=true", obstacles, "null or false")
+            yield from feature.problems(run, sizes_known=sizes_known)
 
 
 def gradients(model: ModelConfig) -> Iterator[str]:
@@ -241,15 +222,15 @@ def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from fused_kernel_problems(run, sizes_known=sizes_known)
 
 
-def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
+def tensor_parallel_overlap(run: Resolved) -> Iterator[str]:
     """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
     if run.model.tp_comm_overlap:
         asked, off = "model.tp_comm_overlap=true", "model.tp_comm_overlap=false"
-        yield from refusals(asked, _overlap_obstacles(run, launch), off)
+        yield from refusals(asked, _overlap_obstacles(run), off)
 
 
-def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
-    model, tp = run.model, run.model.tensor_model_parallel_size
+def _overlap_obstacles(run: Resolved) -> Iterator[Obstacle]:
+    model, tp, launch = run.model, run.model.tensor_model_parallel_size, run.launch
     if tp == 1 or not model.sequence_parallel:
         layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"
         yield layout, "it overlaps exchanges along the sequence, and there are none", "parallelism=tp2_sp"

@@ -20,9 +20,8 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
 )
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.rules.model import indivisible, refusal
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 
