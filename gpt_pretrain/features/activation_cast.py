@@ -57,10 +57,9 @@ class ActivationCast(FusedKernel):
         return kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        if not spec.platform.cuda or spec.platform.is_hopper:
-            return None
-        return "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if spec.platform.cuda and not spec.platform.is_hopper:
+            yield "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
 
     @override
     def build_into_layer(self, layer: Any) -> None:
@@ -108,6 +107,3 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Asserts that all are None: the fused activation has no scales of tokens and no mask of experts."""
     given = [name for name, value in arguments.items() if value is not None]
     assert not given, f"the fused activation does not know {given}"
-
-
-ACTIVATION_CAST = ActivationCast()

@@ -5,24 +5,26 @@ doctor what it needs. A feature overrides the methods that concern it; the other
 """
 
 from collections.abc import Iterator, Sequence
-from operator import attrgetter
 from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
-from gpt_pretrain.config.errors import refusals, show
+from gpt_pretrain.config.errors import refusal, refusals, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Library, Platform
 from gpt_pretrain.run.products import Resolved
 from gpt_pretrain.run.recipes import Recipe
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # A feature's file takes the types of its methods from here.
 __all__ = ["Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
 
-type Lack = tuple[str, str]
-"""What a feature needs, and why this machine does not have it, as a message says it with a colon between them."""
+type Lack = tuple[str, ...]
+"""What a feature needs, why this machine does not have it, and other ways out beside doing without."""
+
+LOCAL_LAYERS = "it compiles megatron-core's local layers"
+COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
 
 
 def needs(model: ModelConfig, why: str, **values: object) -> Iterator[Obstacle]:
@@ -51,6 +53,8 @@ class Feature:
     """It needs Transformer Engine's layers."""
     compiles_first: ClassVar[bool] = False
     """Its first call compiles for seconds, which does not pay for a few tokens."""
+    not_forecast: ClassVar[str] = ""
+    """What the plan's forecasts leave out in a run with it."""
     attention_speed: ClassVar[float] = 1.0
     """Speed of attention over cuDNN's, forward and backward together."""
     doctor_part: ClassVar[tuple[str, str]] = ("", "")
@@ -63,7 +67,7 @@ class Feature:
 
     def is_asked(self, model: ModelConfig) -> bool:
         """Whether the configuration asks for it."""
-        return bool(attrgetter(self.key)(model) == self.asked)
+        return getattr(model, self.key) is self.asked
 
     def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""
@@ -79,12 +83,13 @@ class Feature:
 
     def problems_here(self, spec: RunSpec) -> Iterator[str]:
         """Why this machine cannot do what was asked for."""
-        if (lack := self.lacks(spec)) is not None:
-            yield f"{self.setting} needs {': '.join(lack)}; use {self.off}"
+        for needed, why, *ways in self.lacks(spec):
+            yield f"{self.setting} needs {needed}: {why}; use {', or '.join([self.off, *ways])}"
 
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        """What it needs that this machine does not have; None if nothing."""
-        return None
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        """What it needs that this machine does not have."""
+        if self.changes_te_layers and not spec.kernels.transformer_engine:
+            yield "Transformer Engine layers", why_local_layers(spec)
 
     def prepare(self) -> None:
         """Changes megatron-core itself, before the model is built."""
@@ -122,6 +127,13 @@ class FusedKernel(Feature):
     @override
     def is_used(self, spec: RunSpec) -> bool:
         return spec.kernels.features[self.key]
+
+    @override
+    def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+        yield from super().problems(run, sizes_known=sizes_known)
+        if run.model.compile:
+            why = LOCAL_LAYERS if self.changes_te_layers else COMPILED_ITSELF
+            yield refusal("model.compile=true", self.setting, why, "model.compile=false", f"model.{self.key}=null")
 
     @override
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:

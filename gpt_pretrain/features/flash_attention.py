@@ -24,7 +24,7 @@ from gpt_pretrain.features.feature import (
     RunSpec,
     needs,
 )
-from gpt_pretrain.features.qkv_rope import QKV_ROPE
+from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER
 
@@ -79,15 +79,15 @@ class FlashAttention(FusedKernel):
             kernels.transformer_engine
             and platform.is_hopper
             and _LIBRARY.name in platform.libraries
-            and _is_measured_faster(run.model, rotates=kernels.features[QKV_ROPE.key])
+            and _is_measured_faster(run.model, rotates=kernels.features[QkvRope.key])
             # Not measured with recomputed attention.
             and run.model.activations_checkpoint_granularity is None
         )
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        why = _why_not(kv_channels(spec.model), spec.platform)
-        return None if why is None else ("FlashAttention-4, which cannot be used here", why)
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if (why := _why_not(kv_channels(spec.model), spec.platform)) is not None:
+            yield "FlashAttention-4, which cannot be used here", why
 
     @override
     def build_into_layer(self, layer: Any) -> None:
@@ -148,6 +148,3 @@ def _attention_class() -> type:
             return flash_attention.causal_attention(query, key, value, self.config.softmax_scale)
 
     return Attention
-
-
-FLASH_ATTENTION = FlashAttention()

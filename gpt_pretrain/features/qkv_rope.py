@@ -29,8 +29,9 @@ class QkvRope(FusedKernel):
         return kernels.transformer_engine or local
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        return None if spec.platform.cuda else ("a GPU", "there is no CUDA device")
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if not spec.platform.cuda:
+            yield "a GPU", "there is no CUDA device"
 
     @override
     def prepare(self) -> None:
@@ -39,6 +40,3 @@ class QkvRope(FusedKernel):
 
         # `TransformerConfig.fused_single_qkv_rope` then means this kernel, in local layers as well.
         patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)
-
-
-QKV_ROPE = QkvRope()

@@ -19,6 +19,7 @@ from rich.text import Text
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_short
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
@@ -170,16 +171,6 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _not_forecast(plan: Plan) -> str:
-    """What the run has and the forecasts of memory and speed leave out."""
-    said = ""
-    if plan.spec.kernels.cuda_graph_impl is not None:
-        said += "; memory is that without CUDA graphs"
-    if plan.spec.model.tp_comm_overlap:
-        said += "; memory and speed are those without overlapped exchanges"
-    return said
-
-
 def _speed(plan: Plan, speed: SpeedForecast) -> Table:
     columns = {"BF16": speed.bf16}
     if speed.fp8 is not None:
@@ -209,7 +200,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.speed is not None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
-        basis = f"Roofline with {shares}, calibrated on an H200{_not_forecast(plan)}.\n"
+        left_out = "".join(f"; {used.not_forecast}" for used in used_features(plan.spec) if used.not_forecast)
+        basis = f"Roofline with {shares}, calibrated on an H200{left_out}.\n"
         console.print(Text(basis, style="dim"))
     for verdict in plan.verdicts:
         style = "bold yellow" if verdict.is_bad else "bold green"

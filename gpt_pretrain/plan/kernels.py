@@ -84,8 +84,6 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
     # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
-    if spec.fp8 is not None and spec.fp8.dot_product_attention:
-        reached *= EFFICIENCY.fp8_attention
     reached *= math.prod(feature.attention_speed for feature in used_features(spec))
     return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 

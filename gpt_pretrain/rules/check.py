@@ -14,7 +14,6 @@ from gpt_pretrain.rules.model import (
     positions,
     recomputation,
     sizes_are_positive,
-    tensor_parallel_overlap,
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
@@ -88,7 +87,6 @@ def model_problems(run: Resolved) -> Iterator[str]:
     yield from positions(model)
     yield from _shape_problems(run)
     yield from recomputation(model)
-    yield from tensor_parallel_overlap(run)
     if run.launch is not None:
         yield from world_and_batch(model, run.launch)
 

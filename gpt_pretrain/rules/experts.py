@@ -68,14 +68,8 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
         yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, off)
 
 
-def overlapped_exchange(run: Resolved) -> Iterator[str]:
-    """Requirements for overlapping the exchange of rows with another microbatch's layers."""
-    if run.model.overlap_moe_expert_parallel_comm:
-        asked, off = "model.overlap_moe_expert_parallel_comm=true", "model.overlap_moe_expert_parallel_comm=false"
-        yield from refusals(asked, _exchange_obstacles(run), off)
-
-
 def _exchange_obstacles(run: Resolved) -> Iterator[Obstacle]:
+    """What keeps the exchange of rows from overlapping with another microbatch's layers."""
     model, pp = run.model, run.model.pipeline_model_parallel_size
     if model.expert_model_parallel_size == 1:
         yield "model.expert_model_parallel_size=1", "no rows are exchanged"
@@ -162,5 +156,7 @@ def expert_problems(run: Resolved) -> Iterator[str]:
     yield from routing(model, model.num_moe_experts)
     yield from expert_layers(model)
     yield from expert_ranks(model, model.num_moe_experts, run.launch)
-    yield from overlapped_exchange(run)
+    if model.overlap_moe_expert_parallel_comm:
+        key = "model.overlap_moe_expert_parallel_comm"
+        yield from refusals(f"{key}=true", _exchange_obstacles(run), f"{key}=false")
     yield from fp8_experts(run)
