@@ -5,6 +5,7 @@ doctor what it needs. A feature overrides the methods that concern it; the other
 """
 
 from collections.abc import Iterator, Sequence
+from operator import attrgetter
 from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
@@ -67,7 +68,7 @@ class Feature:
 
     def is_asked(self, model: ModelConfig) -> bool:
         """Whether the configuration asks for it."""
-        return getattr(model, self.key) is self.asked
+        return attrgetter(self.key)(model) is self.asked
 
     def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""

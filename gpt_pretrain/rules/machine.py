@@ -7,7 +7,7 @@ do not change it. TE 2.12 asserts most of this when the first layer runs, and re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MomentDtype, Precision
+from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, Precision
 from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, refusal, show
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.features.fp8_attention import is_attention_delayed
@@ -206,11 +206,6 @@ def _hardware_problems(spec: RunSpec) -> Iterator[str]:
                 "model.cross_entropy_fusion_impl=native rounds the gradient of the logits to BF16, and "
                 "trainer.precision=fp32; use null or linear"
             )
-    stores_fp8 = model.optim.use_precision_aware_optimizer and model.optim.exp_avg_dtype is MomentDtype.fp8
-    if stores_fp8 and platform.cuda and not platform.has_fp8:
-        # Triton reads and writes E4M3 only there.
-        e4m3 = "a GPU with E4M3 (compute capability 8.9 or newer)"
-        yield _needs(spec, "optim.exp_avg_dtype", e4m3, f"this is {platform.gpu}", "fp16, bf16 or fp32")
 
 
 def _auto_problems(spec: RunSpec) -> Iterator[str]:
