@@ -8,17 +8,7 @@ from functools import cache, partial
 from typing import Any, override
 
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.features.feature import (
-    FusedKernel,
-    Kernels,
-    Lack,
-    Obstacle,
-    Platform,
-    Recipe,
-    Resolved,
-    RunSpec,
-    needs,
-)
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
 from gpt_pretrain.run.products import FC1, FC2
 
@@ -50,7 +40,7 @@ class ActivationCast(FusedKernel):
             yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
         elif settings is not None and sizes_known:
             yield from _no_layer_to_fuse_in(run, settings)
-        yield from needs(model, "not tested with recomputation", activations_checkpoint_granularity=None)
+        yield from self.needs(model, "not tested with recomputation", activations_checkpoint_granularity=None)
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:

@@ -5,7 +5,7 @@ from typing import override
 
 from gpt_pretrain.config.choices import CudaGraphImpl, PositionEmbedding
 from gpt_pretrain.config.derived import matmul_parameters_per_layer
-from gpt_pretrain.features.feature import Feature, Obstacle, Resolved, RunSpec, needs
+from gpt_pretrain.features.feature import Feature, Obstacle, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.recipes import Use
 
@@ -32,23 +32,23 @@ class CudaGraphs(Feature):
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model, settings = run.model, run.fp8
         why = "graphs are for models that fit one GPU, and not tested across several"
-        yield from needs(model, why, **_ONE_GPU)
-        yield from needs(model, "reducing gradients during replays is not tested", overlap_grad_reduce=False)
+        yield from self.needs(model, why, **_ONE_GPU)
+        yield from self.needs(model, "reducing gradients during replays is not tested", overlap_grad_reduce=False)
         if model.transformer_engine is False:
             yield "model.transformer_engine=false", "graphs hold Transformer Engine's layers"
         why = "a router gives each expert a different number of tokens, and a graph has fixed shapes"
-        yield from needs(model, why, num_moe_experts=None)
-        yield from needs(model, "a graph keeps what backward needs", activations_checkpoint_granularity=None)
+        yield from self.needs(model, why, num_moe_experts=None)
+        yield from self.needs(model, "a graph keeps what backward needs", activations_checkpoint_granularity=None)
         why = "random numbers drawn in replays are not tested"
-        yield from needs(model, why, hidden_dropout=0, attention_dropout=0)
+        yield from self.needs(model, why, hidden_dropout=0, attention_dropout=0)
         if cause := local_layers(model):
             yield cause, "these layers decide in Python, which a replay would not repeat"
         if settings is not None and (why_not := settings.recipe.why_not(Use.cuda_graph_impl)) is not None:
             yield f"model.fp8_recipe={settings.recipe.name}", why_not
         why = "attention's own products have delayed scales, which replays do not update"
-        yield from needs(model, why, fp8_dot_product_attention=False)
+        yield from self.needs(model, why, fp8_dot_product_attention=False)
         why = "a graph reads weights at recorded addresses, and transposes of FP8 weights move"
-        yield from needs(model, why, fp8_params=False)
+        yield from self.needs(model, why, fp8_params=False)
         if (interval := run.config.logging.fp8_statistics_interval) is not None:
             yield f"logging.fp8_statistics_interval={interval}", "a replay reports none of its products"
 

@@ -28,13 +28,6 @@ LOCAL_LAYERS = "it compiles megatron-core's local layers"
 COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
 
 
-def needs(model: ModelConfig, why: str, **values: object) -> Iterator[Obstacle]:
-    """An obstacle for each key of `model.` that has another value than the feature needs."""
-    for key, value in values.items():
-        if getattr(model, key) != value:
-            yield f"model.{key}={show(getattr(model, key))}", why
-
-
 class Feature:
     """An optional behaviour that a key of `model.` asks for."""
 
@@ -81,6 +74,13 @@ class Feature:
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
         yield from ()
+
+    @staticmethod
+    def needs(model: ModelConfig, why: str, **values: object) -> Iterator[Obstacle]:
+        """An obstacle for each key of `model.` that has another value than the feature needs."""
+        for key, value in values.items():
+            if getattr(model, key) != value:
+                yield f"model.{key}={show(getattr(model, key))}", why
 
     def problems_here(self, spec: RunSpec) -> Iterator[str]:
         """Why this machine cannot do what was asked for."""

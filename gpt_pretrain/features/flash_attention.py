@@ -1,9 +1,8 @@
 """`model.use_flash_attention`: FlashAttention-4 in place of cuDNN in Transformer Engine's attention.
 
-For Llama 3's heads on an H200 its kernels take 94% of the time of cuDNN 9.19's forward and 89% backward
-(benchmarks/flash_attention_h200.md). The package flash-attn-4 is written in CuTe's Python and compiles at its first
-call, which takes seconds per shape of heads (https://github.com/Dao-AILab/flash-attention). `kernels.flash_attention`
-calls it.
+For Llama 3's heads on an H200 it takes 94% of the time of cuDNN 9.19's forward and 89% backward
+(benchmarks/flash_attention_h200.md). `kernels.flash_attention` calls the package flash-attn-4, which compiles at its
+first call, for seconds per shape of heads (https://github.com/Dao-AILab/flash-attention).
 """
 
 from collections.abc import Iterator
@@ -13,17 +12,7 @@ from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import (
-    FusedKernel,
-    Kernels,
-    Lack,
-    Library,
-    Obstacle,
-    Platform,
-    Resolved,
-    RunSpec,
-    needs,
-)
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
 from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER
@@ -65,10 +54,10 @@ class FlashAttention(FusedKernel):
             return
         if cause := local_layers(model):
             yield cause, _TAKES_THE_PLACE
-        yield from needs(model, "its products are in BF16", fp8_dot_product_attention=False)
+        yield from self.needs(model, "its products are in BF16", fp8_dot_product_attention=False)
         why = "ranks exchange keys and values in Transformer Engine's attention"
-        yield from needs(model, why, context_parallel_size=1)
-        yield from needs(model, "it has no dropout", attention_dropout=0)
+        yield from self.needs(model, why, context_parallel_size=1)
+        yield from self.needs(model, "it has no dropout", attention_dropout=0)
         width = kv_channels(model)
         if width % _WIDTH_MULTIPLE or width > _WIDEST:
             yield f"heads of {width} channels", f"it takes multiples of {_WIDTH_MULTIPLE} up to {_WIDEST}"
@@ -86,7 +75,20 @@ class FlashAttention(FusedKernel):
 
     @override
     def lacks(self, spec: RunSpec) -> Iterator[Lack]:
-        if (why := _why_not(kv_channels(spec.model), spec.platform)) is not None:
+        width, platform, why = kv_channels(spec.model), spec.platform, ""
+        capability, name = platform.compute_capability, _LIBRARY.name
+        if capability is None:
+            why = "there is no CUDA device"
+        elif platform.transformer_engine is None:
+            why = _TAKES_THE_PLACE
+        elif not HOPPER <= capability < (11, 0):
+            why = f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
+        elif capability >= BLACKWELL and _WIDEST_ON_BLACKWELL < width < _WIDEST:
+            why = f"on {platform.gpu} it takes heads of up to {_WIDEST_ON_BLACKWELL} channels, not of {width}"
+        elif name not in platform.libraries:
+            missing = f"it is not installed; {how_to_install(_LIBRARY.extra)}"
+            why = platform.library_problems.get(name, missing)
+        if why:
             yield "FlashAttention-4, which cannot be used here", why
 
     @override
@@ -99,23 +101,6 @@ class FlashAttention(FusedKernel):
             return None
         rotated, still = (" and ".join(map(str, widths)) for widths in (_ROTATED_WIDTHS, _STILL_WIDTHS))
         return f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without"
-
-
-def _why_not(width: int, platform: Platform) -> str | None:
-    """Why it cannot be used with heads of this width; None if it can."""
-    capability, name = platform.compute_capability, _LIBRARY.name
-    if capability is None:
-        return "there is no CUDA device"
-    if platform.transformer_engine is None:
-        return _TAKES_THE_PLACE
-    if not HOPPER <= capability < (11, 0):
-        return f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
-    if capability >= BLACKWELL and _WIDEST_ON_BLACKWELL < width < _WIDEST:
-        return f"on {platform.gpu} it takes heads of up to {_WIDEST_ON_BLACKWELL} channels, not of {width}"
-    if name not in platform.libraries:
-        missing = f"it is not installed; {how_to_install(_LIBRARY.extra)}"
-        return platform.library_problems.get(name, missing)
-    return None
 
 
 def _is_measured_faster(model: ModelConfig, *, rotates: bool) -> bool:

@@ -5,7 +5,7 @@ from typing import override
 
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import keeps_plain_kernels
-from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec, needs
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
 class QkvRope(FusedKernel):
@@ -17,11 +17,11 @@ class QkvRope(FusedKernel):
     @override
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model = run.model
-        yield from needs(model, "there is nothing to rotate", position_embedding_type=PositionEmbedding.rope)
+        yield from self.needs(model, "there is nothing to rotate", position_embedding_type=PositionEmbedding.rope)
         if model.apply_rope_fusion is False:
             yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
         why = "queries and keys are normalized between their projection and the rotation"
-        yield from needs(model, why, qk_layernorm=False)
+        yield from self.needs(model, why, qk_layernorm=False)
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:

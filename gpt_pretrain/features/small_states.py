@@ -8,13 +8,21 @@ from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import refusal, show
 from gpt_pretrain.config.schema import ModelConfig, OptimConfig
 from gpt_pretrain.features.feature import Feature, Resolved, RunSpec
-from gpt_pretrain.run.optimizers import MOMENT_BYTES, OPTIMIZERS, names_with
+from gpt_pretrain.kernels import SCALED_BLOCK
+from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.recipes import Use, recipes_for
 
 # Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
 _HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}
 # Types whose blocks of values share a scale.
 _SCALED = (MomentDtype.fp16, MomentDtype.fp8)
+# Bytes of a parameter's moment; scaled types have one fp32 scale per block.
+_MOMENT_BYTES = {
+    MomentDtype.fp32: 4.0,
+    MomentDtype.bf16: 2.0,
+    MomentDtype.fp16: 2 + 4 / SCALED_BLOCK,
+    MomentDtype.fp8: 1 + 4 / SCALED_BLOCK,
+}
 _SAVED_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
@@ -105,7 +113,7 @@ def state_bytes(optim: OptimConfig, *, in_fp8: float) -> tuple[float, float]:
     # A BF16 weight holds one half of its master.
     whole = 2 if optim.main_params_dtype is MainParamsDtype.fp16 else 4
     master = whole * in_fp8 + (2 if optim.store_param_remainders else whole) * (1 - in_fp8)
-    return master, MOMENT_BYTES[optim.exp_avg_dtype] + MOMENT_BYTES[optim.exp_avg_sq_dtype]
+    return master, _MOMENT_BYTES[optim.exp_avg_dtype] + _MOMENT_BYTES[optim.exp_avg_sq_dtype]
 
 
 def saved_bytes(optim: OptimConfig) -> tuple[float, float]:

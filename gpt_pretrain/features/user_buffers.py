@@ -1,13 +1,10 @@
-"""`model.tp_comm_overlap`: linear layers exchange activations during their products, in Transformer Engine's buffers.
-
-`megatron.parallel` makes the buffers.
-"""
+"""`model.tp_comm_overlap`: linear layers exchange activations during products, in buffers of `megatron.parallel`."""
 
 from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.errors import multiples_near, one_of, show
-from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Resolved, RunSpec, needs
+from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import MULTICAST_OFF, NO_MULTICAST, USER_BUFFERS_WITHOUT
 from gpt_pretrain.run.recipes import Use, recipes_for
@@ -34,8 +31,14 @@ class UserBuffers(Feature):
         local = local_layers(model) or ("model.transformer_engine=false" if model.transformer_engine is False else "")
         if local:
             yield local, "it needs Transformer Engine's linear layers"
-        yield from needs(model, "it has no buffers for experts", num_moe_experts=None)
-        yield from _untested(run)
+        yield from self.needs(model, "it has no buffers for experts", num_moe_experts=None)
+        untested = "not tested"
+        yield from self.needs(model, untested, pipeline_model_parallel_size=1, context_parallel_size=1)
+        yield from self.needs(model, untested, activations_checkpoint_granularity=None)
+        if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not(Use.fp8_params_and_tp_comm_overlap):
+            yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}", untested
+        yield from self.needs(model, untested, fp8_dot_product_attention=False, first_last_layers_bf16=False)
+        yield from self.needs(model, untested, fp8_exclude=[])
         if model.hidden_size % 4:
             near = one_of(multiples_near(model.hidden_size, 4))
             in_four = "it splits a layer's output in four"
@@ -56,13 +59,3 @@ class UserBuffers(Feature):
             why = f"{NO_MULTICAST}={off[NO_MULTICAST]} in the environment says that this host has none"
             way = f"export {USER_BUFFERS_WITHOUT}={off[USER_BUFFERS_WITHOUT]} for buffers without it"
             yield "NVLink multicast for its user buffers", why, way
-
-
-def _untested(run: Resolved) -> Iterator[Obstacle]:
-    """Settings that no run with user buffers has had."""
-    untested = "not tested"
-    yield from needs(run.model, untested, pipeline_model_parallel_size=1, context_parallel_size=1)
-    yield from needs(run.model, untested, activations_checkpoint_granularity=None)
-    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not(Use.fp8_params_and_tp_comm_overlap):
-        yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}", untested
-    yield from needs(run.model, untested, fp8_dot_product_attention=False, first_last_layers_bf16=False, fp8_exclude=[])

@@ -25,7 +25,7 @@ from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 from gpt_pretrain.plan.speed import SpeedForecast
-from gpt_pretrain.run.kernels import Kernels, fused_parts
+from gpt_pretrain.run.kernels import fused_parts
 from gpt_pretrain.run.products import describe_kept_out
 
 VERSION = 1
@@ -208,14 +208,11 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(Text.assemble((f"{verdict.label}:", style), f" {verdict.text}"))
 
 
-def _kernels(kernels: Kernels) -> dict[str, Any]:
-    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
-    return {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None}
-
-
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values."""
     memory, speed, model, layout = plan.memory, plan.speed, plan.spec.model, plan.spec.layout
+    kernels = plan.spec.kernels
+    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
     return {
         "version": VERSION,
         "name": plan.spec.config.name,
@@ -233,7 +230,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "sequence_length": model.encoder_seq_length,
         },
         "num_parameters": plan.num_parameters,
-        "kernels": _kernels(plan.spec.kernels),
+        "kernels": {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None},
         "settings": [asdict(setting) for setting in plan.settings],
         "products": [asdict(product) for product in plan.products],
         "fp8_flops_share": plan.spec.fp8_flops_share,

@@ -85,21 +85,11 @@ def model_problems(run: Resolved) -> Iterator[str]:
     if sizes:
         return
     yield from positions(model)
-    yield from _shape_problems(run)
-    yield from recomputation(model)
-    if run.launch is not None:
-        yield from world_and_batch(model, run.launch)
-
-
-def _shape_problems(run: Resolved) -> Iterator[str]:
-    """Divisions, and FP8's multiples."""
-    model = run.model
-    shapes = [
-        *division_problems(model),
-        *pipeline(model, run.launch),
-        *expert_problems(run),
-    ]
+    shapes = [*division_problems(model), *pipeline(model, run.launch), *expert_problems(run)]
     yield from shapes
     if not shapes:
         # A rank's shapes are known only if everything divides.
         yield from fp8_shape_problems(run)
+    yield from recomputation(model)
+    if run.launch is not None:
+        yield from world_and_batch(model, run.launch)

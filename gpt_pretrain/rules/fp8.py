@@ -91,13 +91,8 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         )
 
 
-def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 weights: only the distributed optimizer writes them from their masters."""
-    if settings.params:
-        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
-
-
 def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """What keeps weights out of FP8: only the distributed optimizer writes them from their masters."""
     only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
         yield "model.use_distributed_optimizer=false", only, "model.use_distributed_optimizer=null or true"
@@ -252,7 +247,8 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from formats(model, settings)
     yield from torchao(model, settings)
     yield from delayed_scaling(model, settings)
-    yield from parameters(config, settings)
+    if settings.params:
+        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
     yield from layer_implementation(config, settings)
     if sizes_known:
         kept = list(layers_in_bf16(model, settings))

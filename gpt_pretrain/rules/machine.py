@@ -38,7 +38,8 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     of_torchao = backend is Fp8Backend.torchao
     library, why_not = "Transformer Engine", platform.why_no_transformer_engine
     if of_torchao:
-        library, why_not = "TorchAO", _why_no_torchao(platform)
+        missing = f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
+        library, why_not = "TorchAO", missing if platform.cuda else "there is no CUDA device"
     if platform.compute_capability is None:
         return f"a GPU with FP8 (Ada, Hopper or newer) and {library}, but {why_not}"
     if not platform.has_fp8:
@@ -49,13 +50,6 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     if not of_torchao and read_version(version).release < _OLDEST_TRANSFORMER_ENGINE:
         return f"Transformer Engine 2.12 or newer, and {version} is installed; {how_to_install('te')}"
     return None
-
-
-def _why_no_torchao(platform: Platform) -> str:
-    """Why TorchAO cannot be used, if it cannot."""
-    if not platform.cuda:
-        return "there is no CUDA device"
-    return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
 
 
 def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:

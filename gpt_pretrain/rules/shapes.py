@@ -4,9 +4,8 @@ The values that a message offers obey its rule; another rule may still refuse on
 
 An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
-(`assert_dim_for_fp8_exec`: rows by 8, columns by 16): the forward product sums over the columns. dgrad sums over the
-weight's rows and wgrad over the tokens, so the rows need the 16 as well. TE checks them only in the backward pass
-(cublaslt_gemm.cu, "Leading dimension requirement on A for FP8 GEMM").
+(`assert_dim_for_fp8_exec`: rows by 8, columns by 16). dgrad sums over the weight's rows and wgrad over the tokens, so
+the rows need the 16 as well, which TE checks in the backward pass only (cublaslt_gemm.cu, "Leading dimension").
 """
 
 import math

@@ -41,7 +41,9 @@ def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     yield from _splits(config)
     yield from _tokenizer(config)
     yield from _trainer(config)
-    yield from _rewinds(config)
+    if (rewinds := config.trainer.max_spike_rewinds) is not None:
+        asked, off = f"trainer.max_spike_rewinds={rewinds}", "trainer.max_spike_rewinds=null"
+        yield from refusals(asked, _rewind_obstacles(config), off)
     yield from _files(config)
     yield from _start(config)
     yield from _reports(config)
@@ -183,14 +185,8 @@ def _trainer(config: Config) -> Iterator[str]:
         yield refusal("trainer.deterministic=true", native, why, "model.cross_entropy_fusion_impl=null or linear")
 
 
-def _rewinds(config: Config) -> Iterator[str]:
-    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
-    if config.trainer.max_spike_rewinds is not None:
-        asked = f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}"
-        yield from refusals(asked, _rewind_obstacles(config), "trainer.max_spike_rewinds=null")
-
-
 def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
+    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
     if config.trainer.spike_threshold is None:
         yield "trainer.spike_threshold=null", "no spikes are found", "trainer.spike_threshold=10"
     margin, interval, kept = config.trainer.spike_margin, config.checkpoint.save_interval, config.checkpoint.keep_last
