@@ -55,13 +55,22 @@ class Feature:
     """A part of a run in the doctor's table, and when this feature is the first choice for it."""
 
     @property
+    def path(self) -> str:
+        """The dotted key that turns it on."""
+        return f"model.{self.key}"
+
+    @property
     def setting(self) -> str:
         """What asks for it, as messages name it."""
-        return f"model.{self.key}={show(self.asked)}"
+        return f"{self.path}={show(self.asked)}"
+
+    def wanted(self, model: ModelConfig) -> Any:
+        """What the configuration says."""
+        return attrgetter(self.key)(model)
 
     def is_asked(self, model: ModelConfig) -> bool:
         """Whether the configuration asks for it."""
-        return attrgetter(self.key)(model) is self.asked
+        return self.wanted(model) is self.asked
 
     def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""
@@ -134,7 +143,7 @@ class FusedKernel(Feature):
         yield from super().problems(run, sizes_known=sizes_known)
         if run.model.compile:
             why = LOCAL_LAYERS if self.changes_te_layers else COMPILED_ITSELF
-            yield refusal("model.compile=true", self.setting, why, "model.compile=false", f"model.{self.key}=null")
+            yield refusal("model.compile=true", self.setting, why, "model.compile=false", f"{self.path}=null")
 
     @override
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:

@@ -70,7 +70,7 @@ def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves the `null`s among the kernel keys; explicit values stand. The run breaks no rule."""
     kernels = _plan_parts(run, platform, world_size)
     for kernel in KERNELS:
-        used: bool | None = getattr(run.model, kernel.key)
+        used: bool | None = kernel.wanted(run.model)
         if used is None:
             # None is tested in replayed layers.
             allowed = kernels.cuda_graph_impl is None and kernel.gains(run, platform, kernels)

@@ -141,7 +141,7 @@ def leave_sorted(chunk: torch.nn.Module) -> None:
 
 
 def build_layer_spec(
-    config: TransformerConfig, spec: RunSpec, local_layers: LocalLayers, vp_stage: int | None
+    spec: RunSpec, config: TransformerConfig, local_layers: LocalLayers, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk, TE's or local, each with its name in the whole model."""
     kernels = spec.kernels

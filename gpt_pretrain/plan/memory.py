@@ -10,12 +10,7 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    MoeGroupedKernel,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
+from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.stages import (

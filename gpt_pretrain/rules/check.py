@@ -62,7 +62,7 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """A message for every violated rule; without `launch`, none about the world size."""
     run = resolve(config, None if launch is None else asked_launch(config.trainer, launch))
-    rules = (ranges(config), no_effect_problems(run), model_problems(run), training_problems(run, launch))
+    rules = (ranges(config), no_effect_problems(run), model_problems(run), training_problems(config, launch))
     return list(chain.from_iterable(rules))
 
 

@@ -14,12 +14,7 @@ from gpt_pretrain.features.fp8_attention import is_attention_delayed
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.run.fp8 import emulation, local_layers
-from gpt_pretrain.run.platform import (
-    ATTENTION,
-    RECIPE_VARIABLES,
-    Platform,
-    read_version,
-)
+from gpt_pretrain.run.platform import ATTENTION, RECIPE_VARIABLES, Platform, read_version
 from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
@@ -146,7 +141,6 @@ def machine_problems(spec: RunSpec) -> list[str]:
         *_fp8_problems(spec),
         *_layer_problems(spec),
         *_kernel_problems(spec),
-        *_hardware_problems(spec),
         *_auto_problems(spec),
         *_process_problems(spec),
     ]
@@ -174,7 +168,7 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
-    """Kernels that are not installed or cannot be built."""
+    """Features and kernels that are not installed, cannot be built, or need a GPU."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     for feature in FEATURES:
         if feature.is_asked(model):
@@ -184,11 +178,6 @@ def _kernel_problems(spec: RunSpec) -> Iterator[str]:
         if kernels.transformer_engine:
             why = "Transformer Engine layers have their own attention"
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
-
-
-def _hardware_problems(spec: RunSpec) -> Iterator[str]:
-    """Kernels, types and buffers that need another GPU."""
-    model, platform = spec.model, spec.platform
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield _needs(spec, key, "a GPU", "there is no CUDA device")

@@ -13,12 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding
-from gpt_pretrain.config.derived import (
-    expert_tensor_parallel_size,
-    kv_channels,
-    num_query_groups,
-    padded_vocab_size,
-)
+from gpt_pretrain.config.derived import expert_tensor_parallel_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Fp8Settings

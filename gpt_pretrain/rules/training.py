@@ -8,33 +8,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    ScheduleName,
-    TokenizerLibrary,
-)
-from gpt_pretrain.config.derived import (
-    decay_steps,
-    is_weight,
-    max_time_s,
-    min_lr,
-    warmup_steps,
-    weight_of,
-)
+from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.derived import decay_steps, is_weight, max_time_s, min_lr, warmup_steps, weight_of
 from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.run.products import Resolved
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
 
 
-def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
+def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     """All problems outside the architecture; without `launch`, none about the world size."""
-    config = run.config
     yield from _optimizer(config)
     yield from _schedule(config)
     yield from _corpus(config.model.data)

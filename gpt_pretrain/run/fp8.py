@@ -9,14 +9,7 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import (
-    AUTO,
-    Activation,
-    AmaxComputeAlgo,
-    Fp8Backend,
-    Fp8RecipeName,
-    MoeGroupedKernel,
-)
+from gpt_pretrain.config.choices import AUTO, Activation, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName, MoeGroupedKernel
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
