@@ -19,7 +19,7 @@ import gpt_pretrain
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import KERNELS
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
@@ -424,7 +424,7 @@ ELSEWHERE = {
         "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
-    "features": ("model.compile", *(f"model.{feature.key}" for feature in FEATURES if not feature.core_field)),
+    "features": ("model.compile", *(f"model.{feature.key}" for feature in KERNELS if not feature.core_field)),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

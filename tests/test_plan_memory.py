@@ -7,7 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
-from gpt_pretrain.features.moe_permute import MOE_PERMUTE
+from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
@@ -114,7 +114,7 @@ def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
         # Gathered and added up: 2 + 3, and again backward; sorted there and back, forward and backward: 8.
         assert way.passes([]) == 10 * way.sent + (8 if fp8 == "none" else 16) * way.received
         # Fused, a token's side of it once for all of its eight rows.
-        assert way.passes([]) - way.passes([MOE_PERMUTE]) == (10 - 4 * (1 + 1 / 8)) * way.sent
+        assert way.passes([]) - way.passes([MoePermute()]) == (10 - 4 * (1 + 1 / 8)) * way.sent
 
 
 @pytest.mark.parametrize(

@@ -604,3 +604,9 @@ def test_a_run_in_bf16_is_compared_with_a_recipe_that_it_may_take(experiment, re
     speed = plan_of(f"experiment={experiment}").speed
     assert speed.fp8_recipe == recipe
     assert speed.ratio > 1.0
+
+
+def test_attention_in_fp8_is_faster_than_in_bf16():
+    asked = [f"model.fp8_dot_product_attention={value}" for value in ("false", "true")]
+    bf16, fp8 = (plan_of(*FUSED_EIGHT, each).speed.run.seconds["attention"] for each in asked)
+    assert bf16 / fp8 == pytest.approx(1.2, rel=0.01)

@@ -229,7 +229,7 @@ def _probe_transformer_engine() -> TransformerEngine:
     )
 
 
-def _usable_version(name: str, find: Callable[[], tuple[str | None, str | None]]) -> str:
+def _usable_version(name: str, find: Callable[[], platform.Found]) -> str:
     """The version of a library that a run looks up by `find`, unless it does not use it."""
     importlib.metadata.version(name)  # its absence is the answer
     version, problem = find()

@@ -2,8 +2,7 @@
 
 `fp8/observer.py` watches the linear layers' products during one training step. Their operands are reduced on the device
 into one table for the whole model, the same on every rank: a row for each of the three tensors of each linear layer.
-One collective joins the ranks, whether they hold tensor parallel shards, data parallel replicas, pipeline stages, or
-nothing in FP8. Nothing waits for the device until the table is read.
+One collective joins the ranks. Nothing waits for the device until the table is read.
 
 What is counted:
 

@@ -175,7 +175,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    if problems := [*ranges(config), *model_problems(resolve(config), None)]:
+    if problems := [*ranges(config), *model_problems(resolve(config))]:
         raise ConfigError(problems)
     return config
 

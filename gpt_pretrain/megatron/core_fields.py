@@ -1,10 +1,8 @@
 """Every field of megatron-core's configs that a run sets, with its value and the keys that decide it.
 
-This is the one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it
-and `plan.effective` prints it. It needs no torch: values that torch or megatron-core has a type for are named here.
-
-Fields whose defaults differ between NeMo, megatron-core and Transformer Engine are all set, so the layers get what
-`config.yaml` says.
+`megatron.model` builds megatron-core's configs from it and `plan.effective` prints it. It needs no torch: values that
+torch or megatron-core has a type for are named here. Fields whose defaults differ between NeMo, megatron-core and
+Transformer Engine are all set, so the layers get what `config.yaml` says.
 """
 
 from collections.abc import Iterator
@@ -91,7 +89,7 @@ def _activation(spec: RunSpec) -> ActivationFunction:
 
 def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     model = spec.model
-    yield from _of_model(spec, "num_layers", "hidden_size", "num_attention_heads", "normalization")
+    yield from _of_model(spec, "num_layers", "hidden_size", "num_attention_heads", "normalization", "qk_layernorm")
     yield from _of_model(spec, "layernorm_epsilon", "init_method_std", "hidden_dropout", "attention_dropout")
     yield Field("ffn_hidden_size", ffn_hidden_size(model), ("model.ffn_hidden_size",))
     yield Field("num_query_groups", num_query_groups(model), ("model.num_query_groups",))
@@ -100,7 +98,6 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
     yield Field("add_bias_linear", model.bias, ("model.bias",))
     yield Field("add_qkv_bias", model.qkv_bias, ("model.qkv_bias",))
-    yield Field("qk_layernorm", model.qk_layernorm, ("model.qk_layernorm",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
@@ -190,7 +187,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
     for feature in FEATURES:
         if feature.core_field:
-            yield Field(feature.core_field, feature.is_used(kernels), (f"model.{feature.key}",))
+            yield Field(feature.core_field, feature.is_used(spec), (f"model.{feature.key}",))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "gradient_accumulation_fusion")

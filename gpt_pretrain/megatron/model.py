@@ -32,10 +32,7 @@ from gpt_pretrain.megatron.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.megatron.fallbacks import (
-    install_split,
-    install_weight_gradients,
-)
+from gpt_pretrain.megatron.fallbacks import install_split, install_weight_gradients
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import install_loss_heads, losses_from_head
 from gpt_pretrain.megatron.parallel import sum_over
@@ -106,7 +103,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
         install_weight_gradients()
     if kernels.transformer_engine:
         install_split()
-    for feature in used_features(kernels):
+    for feature in used_features(spec):
         feature.prepare()
     if kernels.cuda_graph_impl is not None:
         prepare_graphs(model.seed)
@@ -118,7 +115,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
         with built_without_first_values(fp8_params=transformer_config.fp8_param):
             chunk = GPTModel(
                 config=transformer_config,
-                transformer_layer_spec=build_layer_spec(transformer_config, kernels, local_layers, stage),
+                transformer_layer_spec=build_layer_spec(spec, transformer_config, local_layers, stage),
                 vocab_size=padded_vocab_size(model),
                 max_sequence_length=model.max_position_embeddings,
                 pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=stage),
@@ -201,7 +198,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
     linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     if linear:
         install_loss_heads(gpt_chunks)
-    for feature in used_features(kernels):
+    for feature in used_features(spec):
         feature.build_into_model(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:

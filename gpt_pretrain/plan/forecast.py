@@ -8,11 +8,11 @@ number of bytes. The rates of saving were measured on one H200 with a local disk
 from dataclasses import dataclass, replace
 from operator import attrgetter
 
-from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
+from gpt_pretrain.features.small_states import saved_bytes
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
 from gpt_pretrain.plan.machine import planned_spec
@@ -47,8 +47,6 @@ _ON_LOCAL_LAYERS = (
 _COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
 # Steps take this much longer while a checkpoint is written.
 _SLOWER = 0.2
-# A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
-_SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +182,7 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
     master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)
     if optim.use_precision_aware_optimizer:
-        master = 2.0 if optim.main_params_dtype is MainParamsDtype.fp16 else 4.0
-        moments = _SAVED_MOMENT_BYTES[optim.exp_avg_dtype] + _SAVED_MOMENT_BYTES[optim.exp_avg_sq_dtype]
+        master, moments = saved_bytes(optim)
     num_bytes = num_parameters * (weight + master + moments)
     bytes_per_gpu = num_bytes / spec.launch.world_size
     stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE

@@ -84,9 +84,7 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
     # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
-    if spec.fp8 is not None and spec.fp8.dot_product_attention:
-        reached *= EFFICIENCY.fp8_attention
-    reached *= math.prod(feature.attention_speed for feature in used_features(spec.kernels))
+    reached *= math.prod(feature.attention_speed for feature in used_features(spec))
     return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 
 
@@ -110,7 +108,7 @@ def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = passage(model, layer).passes(used_features(spec.kernels))
+    passes = passage(model, layer).passes(used_features(spec))
     return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 
@@ -120,7 +118,7 @@ def layer_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
     in_local_layers = spec.fp8 is not None and spec.fp8.in_local_layers
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
-    fused = list(used_features(spec.kernels)) if in_fp8 >= {FC1, FC2} else []
+    fused = list(used_features(spec)) if in_fp8 >= {FC1, FC2} else []
     for linear in layer:
         # TorchAO writes weight gradients in BF16, which are added afterwards.
         accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")

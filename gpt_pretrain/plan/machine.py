@@ -38,8 +38,6 @@ class Efficiency:
     """A GEMM of inner dimension k runs at k / (k + depth) of that: nothing overlaps its start and end."""
     attention: float = 0.45
     """Share of the BF16 peak that fused causal attention reaches, forward and backward together."""
-    fp8_attention: float = 1.2
-    """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
     bandwidth: float = 0.75
     """Share of the memory's bandwidth that elementwise kernels reach."""
     links: float = 0.75

@@ -10,14 +10,9 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    MainParamsDtype,
-    MoeGroupedKernel,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
+from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
@@ -32,7 +27,7 @@ from gpt_pretrain.plan.stages import (
     rank_load,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.optimizers import MOMENT_BYTES, OPTIMIZERS
+from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
@@ -121,11 +116,8 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
         moments = OPTIMIZERS[optim.name].state_bytes(optim)
         return {"masters": updated * 4 if element_bytes(spec) == 2 else 0.0, "moments": updated * moments}
     in_fp8 = stage.fp8_weights / stage.num_parameters if fp8 is not None and fp8.params else 0.0
-    # A BF16 weight holds one half of its master.
-    whole = 2 if optim.main_params_dtype is MainParamsDtype.fp16 else 4
-    master = whole * in_fp8 + (2 if optim.store_param_remainders else whole) * (1 - in_fp8)
-    moment = sum(MOMENT_BYTES[dtype] for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-    return {"masters": updated * master, "moments": updated * moment}
+    master, moments = state_bytes(optim, in_fp8=in_fp8)
+    return {"masters": updated * master, "moments": updated * moments}
 
 
 def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:

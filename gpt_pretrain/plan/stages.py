@@ -1,10 +1,9 @@
 """What one GPU of each pipeline stage holds: layers, parameters, microbatches in flight, and activations.
 
 The activations that a layer's forward pass keeps were read from what the autograd functions save: Transformer Engine
-2.12's `_LayerNormLinear` and `_Linear` (module/), its `FusedAttnFunc`
-(attention/dot_product_attention/backends.py), megatron-core 0.19's `GeLUFunction` and `SwiGLUFunction` (fusions/) and
-its local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the
-weight gradient reads, and not in BF16; the inputs of norms, attention and the activation function stay in BF16.
+2.12's `_LayerNormLinear`, `_Linear` and `FusedAttnFunc`, megatron-core 0.19's `GeLUFunction`, `SwiGLUFunction` and its
+local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the weight
+gradient reads; the inputs of norms, attention and the activation function stay in BF16.
 
 Experts were read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and
 without their fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer

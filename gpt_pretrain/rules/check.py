@@ -14,7 +14,6 @@ from gpt_pretrain.rules.model import (
     positions,
     recomputation,
     sizes_are_positive,
-    tensor_parallel_overlap,
     world_and_batch,
 )
 from gpt_pretrain.rules.no_effect import no_effect_problems
@@ -62,9 +61,8 @@ _RANGES: tuple[tuple[Callable[[float], bool], str, str], ...] = (
 
 def config_problems(config: Config, launch: Launch | None) -> list[str]:
     """A message for every violated rule; without `launch`, none about the world size."""
-    run = resolve(config)
-    asked = None if launch is None else asked_launch(config.trainer, launch)
-    rules = (ranges(config), no_effect_problems(run), model_problems(run, asked), training_problems(run, launch))
+    run = resolve(config, None if launch is None else asked_launch(config.trainer, launch))
+    rules = (ranges(config), no_effect_problems(run), model_problems(run), training_problems(config, launch))
     return list(chain.from_iterable(rules))
 
 
@@ -77,8 +75,8 @@ def ranges(config: Config) -> Iterator[str]:
                 yield f"{key}={value} {problem}"
 
 
-def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of `model.` except data and optimizer; without `launch`, none about the world size."""
+def model_problems(run: Resolved) -> Iterator[str]:
+    """All problems of `model.` except data and optimizer."""
     model = run.model
     sizes = list(sizes_are_positive(model))
     yield from sizes
@@ -87,22 +85,11 @@ def model_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
     if sizes:
         return
     yield from positions(model)
-    yield from _shape_problems(run, launch)
-    yield from recomputation(model)
-    yield from tensor_parallel_overlap(run, launch)
-    if launch is not None:
-        yield from world_and_batch(model, launch)
-
-
-def _shape_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """Divisions, and FP8's multiples."""
-    model = run.model
-    shapes = [
-        *division_problems(model),
-        *pipeline(model, launch),
-        *expert_problems(run, launch),
-    ]
+    shapes = [*division_problems(model), *pipeline(model, run.launch), *expert_problems(run)]
     yield from shapes
     if not shapes:
         # A rank's shapes are known only if everything divides.
         yield from fp8_shape_problems(run)
+    yield from recomputation(model)
+    if run.launch is not None:
+        yield from world_and_batch(model, run.launch)

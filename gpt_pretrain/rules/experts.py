@@ -8,10 +8,10 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, refusals, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
+from gpt_pretrain.rules.model import batch_fits
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
 from gpt_pretrain.run.recipes import Use, recipes_for
@@ -68,14 +68,8 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
         yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, off)
 
 
-def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """Requirements for overlapping the exchange of rows with another microbatch's layers."""
-    if run.model.overlap_moe_expert_parallel_comm:
-        asked, off = "model.overlap_moe_expert_parallel_comm=true", "model.overlap_moe_expert_parallel_comm=false"
-        yield from refusals(asked, _exchange_obstacles(run, launch), off)
-
-
-def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
+def _exchange_obstacles(run: Resolved) -> Iterator[Obstacle]:
+    """What keeps the exchange of rows from overlapping with another microbatch's layers."""
     model, pp = run.model, run.model.pipeline_model_parallel_size
     if model.expert_model_parallel_size == 1:
         yield "model.expert_model_parallel_size=1", "no rows are exchanged"
@@ -87,6 +81,7 @@ def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstac
         yield f"model.activations_checkpoint_granularity={granularity.name}", "not proven with recomputed layers"
     if run.config.trainer.precision is Precision.fp32:
         yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 only"
+    launch = run.launch
     if launch is not None and batch_fits(model, launch) and num_microbatches(model, launch.world_size) == 1:
         batch = f"model.global_batch_size={model.global_batch_size} and model.micro_batch_size={model.micro_batch_size}"
         yield batch, "a step has one microbatch, and no other one to overlap with"
@@ -153,13 +148,15 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         yield refusal(padding, setting, "only alltoall can pad", "model.moe_token_dispatcher_type=alltoall", "false")
 
 
-def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts with positive sizes; without `launch`, none about the world size."""
+def expert_problems(run: Resolved) -> Iterator[str]:
+    """All problems of a mixture of experts with positive sizes."""
     model = run.model
     if model.num_moe_experts is None:
         return
     yield from routing(model, model.num_moe_experts)
     yield from expert_layers(model)
-    yield from expert_ranks(model, model.num_moe_experts, launch)
-    yield from overlapped_exchange(run, launch)
+    yield from expert_ranks(model, model.num_moe_experts, run.launch)
+    if model.overlap_moe_expert_parallel_comm:
+        key = "model.overlap_moe_expert_parallel_comm"
+        yield from refusals(f"{key}=true", _exchange_obstacles(run), f"{key}=false")
     yield from fp8_experts(run)

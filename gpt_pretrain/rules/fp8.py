@@ -8,11 +8,10 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGranularity
-from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision
+from gpt_pretrain.config.errors import one_of, refusal, refusals, show, written
 from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of
@@ -92,43 +91,8 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         )
 
 
-def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 in attention's own products, which only TE's fused attention computes."""
-    if settings.dot_product_attention:
-        asked, off = "model.fp8_dot_product_attention=true", "model.fp8_dot_product_attention=false"
-        yield from refusals(asked, _attention_obstacles(config, settings), off)
-
-
-def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
-    model = config.model
-    if (why := settings.recipe.why_not(Use.fp8_dot_product_attention)) is not None:
-        # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
-        why += ", and FP8 attention is Transformer Engine's, with scales per tensor"
-        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={recipes_for(Use.fp8_dot_product_attention)}"
-    if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
-        # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
-        selective = "model.activations_checkpoint_granularity=selective"
-        yield selective, "it recomputes attention without FP8", "model.activations_checkpoint_granularity=null"
-    if config.trainer.deterministic:
-        # get_attention_backend drops cuDNN's FP8 attention in training, and no other backend has one.
-        why = "the only FP8 attention varies from run to run"
-        yield "trainer.deterministic=true", why, "trainer.deterministic=false"
-    uncovered = "the first-step proof does not cover this combination"
-    if model.first_last_layers_bf16:
-        yield "model.first_last_layers_bf16=true", uncovered, "fp8_exclude in place of first_last_layers_bf16"
-    if model.context_parallel_size > 1:
-        yield f"model.context_parallel_size={model.context_parallel_size}", uncovered, "model.context_parallel_size=1"
-    if settings.emulate:
-        yield "model.fp8_emulate=true", "only linear layers are emulated"
-
-
-def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 weights: only the distributed optimizer writes them from their masters."""
-    if settings.params:
-        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
-
-
 def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """What keeps weights out of FP8: only the distributed optimizer writes them from their masters."""
     only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
         yield "model.use_distributed_optimizer=false", only, "model.use_distributed_optimizer=null or true"
@@ -283,8 +247,8 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from formats(model, settings)
     yield from torchao(model, settings)
     yield from delayed_scaling(model, settings)
-    yield from attention(config, settings)
-    yield from parameters(config, settings)
+    if settings.params:
+        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
     yield from layer_implementation(config, settings)
     if sizes_known:
         kept = list(layers_in_bf16(model, settings))
