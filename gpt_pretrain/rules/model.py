@@ -6,7 +6,14 @@ divisions of widths, heads and sequences.
 
 from collections.abc import Iterable, Iterator
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.choices import (
+    Activation,
+    CudaGraphImpl,
+    Fp8Backend,
+    PositionEmbedding,
+    RecomputeGranularity,
+    ShardingStrategy,
+)
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
@@ -45,6 +52,7 @@ _NOT_COMPILED = {
     "its gradients were wrong where ranks split the sequence": "sequence_parallel=false",
     "experts get a different number of tokens in each step, and a graph has fixed shapes": "num_moe_experts",
     "not tested with recomputation": "activations_checkpoint_granularity=null",
+    "not tested with sharded gradients": "data_parallel_sharding_strategy=null",
     "random numbers drawn in compiled layers are not tested": "hidden_dropout=0 attention_dropout=0",
 }
 
@@ -230,6 +238,28 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
         )
+    if model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params:
+        yield (
+            "model.data_parallel_sharding_strategy=optim_grads_params is not implemented: every rank holds all "
+            "weights; use optim_grads (parallelism=zero2), or null"
+        )
+    elif model.data_parallel_sharding_strategy is not None:
+        asked = f"model.data_parallel_sharding_strategy={model.data_parallel_sharding_strategy.name}"
+        yield from refusals(asked, _sharding_obstacles(model), "model.data_parallel_sharding_strategy=null")
+
+
+def _sharding_obstacles(model: ModelConfig) -> Iterator[Obstacle]:
+    """Settings that exclude sharded gradients."""
+    if not uses_distributed_optimizer(model):
+        why = "a rank would update weights whose gradients it does not have"
+        setting = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
+        yield setting, why, "model.use_distributed_optimizer=true"
+    if not model.overlap_grad_reduce:
+        why = "layers give their memory to others as soon as their gradients are reduced"
+        yield "model.overlap_grad_reduce=false", why, "model.overlap_grad_reduce=true"
+    if model.overlap_moe_expert_parallel_comm:
+        why = "a layer's weight gradients are put off until others' are computed, and they use its memory"
+        yield "model.overlap_moe_expert_parallel_comm=true", why, "model.overlap_moe_expert_parallel_comm=false"
 
 
 def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:

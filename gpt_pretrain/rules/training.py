@@ -71,6 +71,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         off = "model.use_distributed_optimizer=false"
         if config.model.overlap_param_gather:
             off += " with model.overlap_param_gather=false"
+        if config.model.data_parallel_sharding_strategy is not None:
+            off += " with model.data_parallel_sharding_strategy=null"
         if optim.use_precision_aware_optimizer:
             off += " with model.optim.use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
@@ -174,6 +176,8 @@ def _small_states(run: Resolved) -> Iterator[str]:
         names = names_with("has_small_states")
         unsharded = not OPTIMIZERS[optim.name].has_distributed_form and model.use_distributed_optimizer
         also = " with model.use_distributed_optimizer=false" if unsharded else ""
+        if unsharded and model.data_parallel_sharding_strategy is not None:
+            also += " with model.data_parallel_sharding_strategy=null"
         asked = f"model.optim.name={optim.name.name}"
         yield refusal(_ASKED, asked, f"it is a form of {names}", f"model.optim.name={names}", off + also)
     if not uses_distributed_optimizer(model):
