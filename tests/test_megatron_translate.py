@@ -173,6 +173,11 @@ ROWS = [
         optimizer={"overlap_param_gather": True},
     ),
     Row(
+        override="model.data_parallel_sharding_strategy=optim_grads",
+        context=("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
+        ddp={"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 40_000_000},
+    ),
+    Row(
         override="model.ddp_bucket_size=5000000",
         context=("model.overlap_grad_reduce=true",),
         ddp={"bucket_size": 5_000_000},

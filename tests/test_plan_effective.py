@@ -51,6 +51,10 @@ CHANGES = [
     ("model.use_distributed_optimizer=true", ()),
     ("model.overlap_grad_reduce=true", ()),
     ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
+    (
+        "model.data_parallel_sharding_strategy=optim_grads",
+        ("model=llama3_8b", "model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
+    ),
     ("model.ddp_bucket_size=5000000", ("model.overlap_grad_reduce=true",)),
     (
         "model.overlap_moe_expert_parallel_comm=true",
@@ -171,6 +175,7 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
         or key.endswith(("_parallel_size", "_bf16", "sequence_parallel"))
     }
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
+    expected.add("model.data_parallel_sharding_strategy")
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
     assert set(KEYS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}

@@ -210,6 +210,44 @@ def test_bytes_per_fp8_weight(overrides, name, bytes_per_weight):
     assert items[name] == 32 * LAYER_WEIGHTS * bytes_per_weight
 
 
+# The embedding and the LM head of Llama 3 8B each, and a layer with its two norms.
+TABLE, LAYER = 128_256 * 4096, LAYER_WEIGHTS + 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part", "sections"),
+    [
+        # The largest two that follow each other: the head and the last layer.
+        ((), 1 / 4, TABLE + LAYER),
+        (("model.grad_reduce_in_fp32=false",), 1 / 8, (TABLE + LAYER) / 2),
+        # Two layers each, and four.
+        (("model.ddp_bucket_size=300_000_000",), 1 / 4, TABLE + 2 * LAYER),
+        (("model.ddp_bucket_size=700_000_000",), 1 / 4, 8 * LAYER),
+        # The head is the embedding, which has memory of its own.
+        (("model.share_embeddings_and_output_weights=true",), 1 / 4, TABLE + 2 * LAYER),
+        (("model.tensor_model_parallel_size=2",), 1 / 2, TABLE / 2 + LAYER_WEIGHTS / 2 + 2 * 4096),
+        # Each chunk of a stage has its own.
+        (
+            ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"),
+            1 / 2,
+            TABLE + LAYER + 2 * LAYER,
+        ),
+    ],
+)
+def test_bytes_of_sharded_gradients(overrides, part, sections):
+    plan = plan_of("model=llama3_8b", "parallelism=zero2", "plan.num_gpus=4", *overrides)
+    items, stage = plan.memory.worst.items, plan_stages(plan.spec)[plan.memory.worst.stage]
+    assert items["gradients"] == pytest.approx(4 * part * stage.num_parameters)
+    assert items["gradients being reduced"] == 4 * sections
+
+
+def test_sharded_gradients_are_a_way_out():
+    told = ways_out(
+        "experiment=llama3_8b_8gpu", "parallelism=dp", "plan.gpu=h100", "fp8=delayed", "model.fp8_params=true"
+    )
+    assert "model.data_parallel_sharding_strategy=optim_grads" in told
+
+
 def test_fp8_weights_with_small_states_take_nine_bytes_and_gradients_are_not_copied():
     small = (*LEAN, "model.grad_reduce_in_fp32=false", "model.optim.main_params_dtype=fp16", *FP8_MOMENT)
     items = plan_of("model=llama3_8b", "fp8=delayed", "model.fp8_params=true", *small).memory.worst.items

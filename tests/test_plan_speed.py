@@ -407,6 +407,7 @@ def test_a_product_takes_the_longer_of_arithmetic_and_bytes(shape, fp8, seconds)
 
 
 LINKS = EFFICIENCY.links * 450e9
+MEMORY = EFFICIENCY.bandwidth * 4.8e12
 
 
 @pytest.mark.parametrize(
@@ -431,6 +432,23 @@ LINKS = EFFICIENCY.links * 450e9
             ("model.tensor_model_parallel_size=2",),
             "tensor parallel",
             16 * 32 * 4 * (2 * 0.5 * 2 * 8192 * 4096 / LINKS + EFFICIENCY.kernel_s),
+        ),
+        # Sharded gradients of the same ranks are scattered in each of four microbatches. Those of a layer's weights are
+        # written over the ones before, the others set to zero; a rank's part is read and added to its sum.
+        (
+            ("plan.num_gpus=4", "parallelism=zero2"),
+            "data parallel",
+            0.75 * (4 * 4 + 2) * 8_030_261_248 / LINKS
+            + 4 * 4 * (8_030_261_248 - 32 * 218_103_808 + 3 / 4 * 8_030_261_248) / MEMORY
+            + EFFICIENCY.kernel_s,
+        ),
+        # FP8 copies of weights do not carry the mark for that.
+        (
+            ("plan.num_gpus=4", "parallelism=zero2", "fp8=delayed"),
+            "data parallel",
+            0.75 * (4 * 4 + 2) * 8_030_261_248 / LINKS
+            + 4 * 4 * (1 + 3 / 4) * 8_030_261_248 / MEMORY
+            + EFFICIENCY.kernel_s,
         ),
         # Overlapped, and products beside it lose as much.
         (("plan.num_gpus=4", "parallelism=dp"), "data parallel", 0.75 * (4 + 2) * 8_030_261_248 / LINKS),

@@ -69,6 +69,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         "virtual_pipeline_model_parallel_size": None,
         "context_parallel_size": 1,
         "overlap_moe_expert_parallel_comm": False,
+        "data_parallel_sharding_strategy": None,
     }
     problems = [
         f"the bare loop cannot run model.{name}={show(value)}; use {show(without)}, or leave `bare` out of "

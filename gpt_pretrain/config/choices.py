@@ -82,6 +82,13 @@ class CudaGraphImpl(Enum):
     local = "local"
 
 
+class ShardingStrategy(Enum):
+    """What data-parallel ranks share out, by megatron-core's names: optimizer states and gradients, or weights too."""
+
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
+
+
 class RecomputeGranularity(Enum):
     """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
 

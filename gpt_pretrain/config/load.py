@@ -52,6 +52,7 @@ _LATER_KEYS = {
         "expert_model_parallel_size": 1,
         "expert_tensor_parallel_size": None,
         "ddp_bucket_size": None,
+        "data_parallel_sharding_strategy": None,
         "tp_comm_overlap": False,
         "fp8_backend": None,
         "cross_entropy_fusion_impl": None,

@@ -204,6 +204,9 @@ class ModelConfig:
     """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
     use_distributed_optimizer: bool | None
     """Shard optimizer states and masters over the data-parallel ranks; null: only if fp8_params needs it."""
+    data_parallel_sharding_strategy: choices.ShardingStrategy | None
+    """optim_grads: shard gradients, too, and reduce those of each microbatch at once; null: each rank has all gradients
+    and reduces them once a step. Weights are whole in both."""
     overlap_grad_reduce: bool
     """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool
@@ -211,7 +214,8 @@ class ModelConfig:
     overlap_grad_reduce."""
     ddp_bucket_size: int | None
     """Approximate number of values in one exchange of overlap_grad_reduce and overlap_param_gather; null: a 16th of a
-    rank's layers, at most 400 million, but at least 40 million and 1 million per data-parallel rank."""
+    rank's layers, at most 400 million, but at least 40 million and 1 million per data-parallel rank; with sharded
+    gradients that minimum."""
     tp_comm_overlap: bool
     """Overlap the exchange of activations between TP ranks with GEMMs, in TE's user buffers; needs
     sequence_parallel."""

@@ -11,13 +11,22 @@ from gpt_pretrain.features.flash_attention import FlashAttention
 from gpt_pretrain.features.fp8_attention import Fp8Attention
 from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.features.qkv_rope import QkvRope
+from gpt_pretrain.features.sharded_gradients import ShardedGradients
 from gpt_pretrain.features.small_states import SmallStates
 from gpt_pretrain.features.user_buffers import UserBuffers
 from gpt_pretrain.run.platform import Library
 from gpt_pretrain.run.run_spec import RunSpec
 
 KERNELS: tuple[FusedKernel, ...] = (ActivationCast(), EmbeddingGradient(), QkvRope(), FlashAttention(), MoePermute())
-FEATURES: tuple[Feature, ...] = (CudaGraphs(), Compile(), *KERNELS, Fp8Attention(), UserBuffers(), SmallStates())
+FEATURES: tuple[Feature, ...] = (
+    CudaGraphs(),
+    Compile(),
+    *KERNELS,
+    Fp8Attention(),
+    UserBuffers(),
+    SmallStates(),
+    ShardedGradients(),
+)
 LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in FEATURES if feature.library is not None)
 
 

@@ -206,7 +206,10 @@ class _Linear(torch.autograd.Function):
             dw = dy.t() @ rounded
             call.tell(Phase.wgrad, dw, dy, rounded)
         if dw is not None and (accumulates_in := call.accumulates_in) is not None:
-            accumulates_in.main_grad.add_(dw)
+            if getattr(accumulates_in, "overwrite_main_grad", False):
+                accumulates_in.main_grad.copy_(dw)
+            else:
+                accumulates_in.main_grad.add_(dw)
             # Data parallelism waits for some gradient of each weight, and does not read this one.
             accumulates_in.grad_added_to_main_grad = True
         if call.end_backward is not None:

@@ -216,14 +216,17 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
     """Fields of `DistributedDataParallelConfig`: gradient reduction and parameter gathering."""
     model, num_shards, virtual = spec.model, spec.layout.shards, "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
+    strategy, sharding = model.data_parallel_sharding_strategy, "model.data_parallel_sharding_strategy"
     buckets = ddp_bucket_size(model, num_shards)
     averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
     return [
         *_of_model(spec, "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
         _distributed_optimizer(spec),
+        # megatron-core reads it in Megatron-FSDP alone (`megatron.sharded_gradients`).
+        Field("data_parallel_sharding_strategy", "no_shard" if strategy is None else strategy.value, (sharding,)),
         # With fp8_param alone the optimizer never updates FP8 weights; with this alone BF16 is gathered.
         Field("fp8_param_gather", spec.stored_fp8 is not None, ("model.fp8_params",)),
-        Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
+        Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size", sharding)),
         # A rank's chunks gather their parameters at the same points on all pipeline ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
         # NCCL divides as it reads, which saves a pass over the gradients (15 ms for Llama 3 8B). gloo cannot. One rank

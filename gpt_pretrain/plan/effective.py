@@ -34,7 +34,8 @@ _OF_MODEL = (
     "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_exclude fp8_emulate "
     "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
     "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
-    "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size tp_comm_overlap "
+    "use_distributed_optimizer data_parallel_sharding_strategy overlap_grad_reduce overlap_param_gather "
+    "ddp_bucket_size tp_comm_overlap "
     "overlap_moe_expert_parallel_comm grad_reduce_in_fp32 optim.use_precision_aware_optimizer "
     "optim.main_params_dtype optim.store_param_remainders "
     "optim.exp_avg_dtype optim.exp_avg_sq_dtype activations_checkpoint_granularity activations_checkpoint_method "
@@ -56,7 +57,12 @@ _IN_LOCAL_LAYERS = {
     "model.fp8_exclude": "exclude",
 }
 # They do no harm on one rank, so no rule refuses them there.
-_ABOUT_EXCHANGES = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
+_ABOUT_EXCHANGES = (
+    "model.data_parallel_sharding_strategy",
+    "model.overlap_grad_reduce",
+    "model.overlap_param_gather",
+    "model.ddp_bucket_size",
+)
 # The sizes of an FP8 product are multiples of this in recipes with one scale per tensor, the ones that count where no
 # recipe is chosen.
 ALIGNMENT = 16

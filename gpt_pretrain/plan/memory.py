@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.stages import (
@@ -21,6 +22,7 @@ from gpt_pretrain.plan.stages import (
     held_fp8,
     keeps_transposes,
     layer_activations,
+    layer_parameters,
     on_rank,
     per_layer,
     plan_stages,
@@ -31,6 +33,7 @@ from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.sections import group_layers, place_in_turn
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -50,6 +53,7 @@ ITEMS = (
     "FP8 weights",
     "FP8 copies of weights",
     "gradients",
+    "gradients being reduced",
     "masters",
     "moments",
     "activations",
@@ -120,15 +124,45 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     return {"masters": updated * master, "moments": updated * moments}
 
 
+def _section_values(spec: RunSpec, stage: Stage) -> int:
+    """Values in the memory of whole gradients that sections share (`megatron.gradient_sections`)."""
+    model, layout = spec.model, spec.layout
+    table = padded_vocab_size(model) // layout.tp * model.hidden_size
+    first, last = stage.index == 0, stage.index == layout.pp - 1
+    tied = model.share_embeddings_and_output_weights and first and last
+    # A tied embedding has memory of its own.
+    values = table if tied else 0
+    sizes = [layer_parameters(model, layer) for layer in stage.layers.values()]
+    # The backward pass of a chunk goes through it from the last layer to the first.
+    chunks = [
+        sizes[start : start + stage.layers_per_chunk][::-1] for start in range(0, len(sizes), stage.layers_per_chunk)
+    ]
+    for index, layers in enumerate(chunks):
+        groups = group_layers(layers, ddp_bucket_size(model, layout.shards) or sum(layers))
+        sections = [sum(layers[layer] for layer in group) for group in groups]
+        head = [table] if last and index == len(chunks) - 1 and not tied else []
+        embedding = [table] if first and index == 0 and not tied else []
+        values += place_in_turn([*head, *sections, *embedding])[1]
+    return values
+
+
+def _gradient_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
+    size = 4 if spec.model.grad_reduce_in_fp32 else element_bytes(spec)
+    if not shards_gradients(spec.model):
+        return {"gradients": stage.num_parameters * size}
+    own, shared = stage.optimizer_parameters(spec), _section_values(spec, stage)
+    return {"gradients": own * size, "gradients being reduced": shared * size}
+
+
 def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
-    model, fp8, element = spec.model, held_fp8(spec), element_bytes(spec)
+    fp8, element = held_fp8(spec), element_bytes(spec)
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
     copies = 0.0 if fp8 is None else _weight_copies(fp8, spec.platform)
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
         "FP8 weights" if in_fp8 else "FP8 copies of weights": stored * copies,
-        "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
+        **_gradient_items(spec, stage),
         **_optimizer_items(spec, stage),
     }
 

@@ -93,7 +93,7 @@ def _norm_parameters(model: ModelConfig, width: int) -> int:
     return width * (2 if model.normalization is Normalization.layernorm else 1)
 
 
-def _layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
+def layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
     """Weights, biases and norms of one layer. Biases of row-parallel layers are whole on every TP rank."""
     norms = 2 * _norm_parameters(model, model.hidden_size)
     norms += model.qk_layernorm * 2 * _norm_parameters(model, kv_channels(model))
@@ -119,7 +119,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
         firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
         layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
-        num_parameters = sum(_layer_parameters(model, layer) for layer in layers.values())
+        num_parameters = sum(layer_parameters(model, layer) for layer in layers.values())
         if first:
             num_parameters += table
             num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0

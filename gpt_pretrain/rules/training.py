@@ -48,6 +48,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         off = "model.use_distributed_optimizer=false"
         if config.model.overlap_param_gather:
             off += " with model.overlap_param_gather=false"
+        if config.model.data_parallel_sharding_strategy is not None:
+            off += " with model.data_parallel_sharding_strategy=null"
         if optim.use_precision_aware_optimizer:
             off += " with model.optim.use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"

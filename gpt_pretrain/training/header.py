@@ -12,9 +12,11 @@ from gpt_pretrain.config.derived import (
     moe_ffn_hidden_size,
     num_query_groups,
     padded_vocab_size,
+    shards_gradients,
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.errors import ConfigError, counted, written
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config
@@ -147,6 +149,12 @@ def describe_fp8(spec: RunSpec) -> str:
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
+def _describe_sharding(model: ModelConfig) -> str:
+    if shards_gradients(model):
+        return ", gradients and optimizer states sharded"
+    return ", distributed optimizer" if uses_distributed_optimizer(model) else ""
+
+
 def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
     """Section → name → value, in the order of the header."""
     spec = setup.spec
@@ -157,7 +165,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
         "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
         "CP": str(model.context_parallel_size),
         "EP": str(model.expert_model_parallel_size),
-        "DP": str(spec.layout.dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
+        "DP": str(spec.layout.dp) + _describe_sharding(model),
     }
     mlp = f"MLP {ffn_hidden_size(model)}"
     if model.num_moe_experts is not None:
