@@ -72,6 +72,9 @@ class Facts:
     before: Any = NOT_TOLD
     """What configurations without the key mean, which runs of earlier versions have saved. Every new key has it:
     otherwise `export` and `generate` would refuse all checkpoints that were saved before."""
+    core: Sequence[str] = ()
+    """Fields of megatron-core's configs that take the value as it is: "OptimizerConfig.adam_eps", or "OptimizerConfig"
+    for its field of the key's name. They keep megatron-core's defaults where nothing reads the key."""
     aliases: Sequence[str] = ()
     """Its names in NeMo, Megatron-LM, Hugging Face's Trainer and configurations, and torchtitan, as the last part of an
     unknown key. The closest spelling finds most other names."""

@@ -74,7 +74,9 @@ class TrainerConfig:
     """Global batches per validation; 0: no validation."""
     validate_at_start: bool = key(idle=[False], unread=[_WITHOUT_VALIDATION])
     """Validate before the first step, so that a broken validation set shows at once."""
-    gradient_clip_val: float = key(minimum=0, aliases=["clip_grad", "max_grad_norm"])
+    gradient_clip_val: float = key(
+        minimum=0, aliases=["clip_grad", "max_grad_norm"], core=["OptimizerConfig.clip_grad"]
+    )
     """Clip the gradient norm (L2, over all parameters) to this value; 0: no clipping."""
     max_skipped_steps: int = key(minimum=1)
     """End the run after this many consecutive steps with a NaN or infinite loss or gradient, with exit code 1 and a
@@ -96,7 +98,7 @@ class TrainerConfig:
     debugger."""
     gc_interval: int = key(minimum=0)
     """Steps between garbage collections, which run at the same step on all ranks; 0: leave them to Python."""
-    deterministic: bool
+    deterministic: bool = key(core=["TransformerConfig.deterministic_mode"])
     """Use only kernels whose results do not vary from run to run (slower on a GPU)."""
 
 

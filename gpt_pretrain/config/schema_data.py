@@ -115,15 +115,15 @@ class OptimConfig:
 
     name: OptimizerName
     """The optimizer; adam is AdamW."""
-    lr: float = key(above=0, use="3e-4 or another", aliases=["learning_rate"])
+    lr: float = key(above=0, use="3e-4 or another", aliases=["learning_rate"], core=["OptimizerConfig"])
     """Peak learning rate."""
     betas: list[float] = key(aliases=["adam_beta1", "adam_beta2"])
     """Adam's two exponential decay rates."""
-    eps: float = key(above=0, use="1e-8 or another")
+    eps: float = key(above=0, use="1e-8 or another", core=["OptimizerConfig.adam_eps"])
     """Adam's denominator term."""
-    momentum: float = key(minimum=0, below=1, use="0.9 or another")
+    momentum: float = key(minimum=0, below=1, use="0.9 or another", core=["OptimizerConfig.sgd_momentum"])
     """SGD's momentum."""
-    weight_decay: float = key(minimum=0)
+    weight_decay: float = key(minimum=0, core=["OptimizerConfig"])
     """Weight decay, decoupled with adam (AdamW); biases and norm weights are exempt, as in megatron-core."""
     use_precision_aware_optimizer: bool = key(before=False, planned=True)
     """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their

@@ -49,13 +49,15 @@ def _full_recomputation(other: str) -> Unread:
 class ModelConfig:
     """`model`: architecture, batch, parallel layout, precision of the layers, kernels, data and optimizer."""
 
-    num_layers: int = key(minimum=1, largest=2**10, aliases=["num_hidden_layers"], identity="model")
+    num_layers: int = key(
+        minimum=1, largest=2**10, aliases=["num_hidden_layers"], identity="model", core=["TransformerConfig"]
+    )
     """Transformer layers."""
-    hidden_size: int = key(minimum=1, largest=2**20, aliases=["dim"], identity="model")
+    hidden_size: int = key(minimum=1, largest=2**20, aliases=["dim"], identity="model", core=["TransformerConfig"])
     """Width of the residual stream."""
     ffn_hidden_size: int | None = key(minimum=1, largest=2**24, aliases=["intermediate_size"], identity="model")
     """Inner width of the MLP (with swiglu, of each half); null: 4 × hidden_size."""
-    num_attention_heads: int = key(minimum=1, largest=2**16, identity="model")
+    num_attention_heads: int = key(minimum=1, largest=2**16, identity="model", core=["TransformerConfig"])
     """Query heads."""
     num_query_groups: int | None = key(
         minimum=1, largest=2**16, aliases=["num_key_value_heads", "n_kv_heads"], identity="model"
@@ -84,25 +86,25 @@ class ModelConfig:
         unread=[_WITH_SCALED_ROPE],
     )
     """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8); null: no stretching."""
-    normalization: Normalization = key(identity="model")
+    normalization: Normalization = key(identity="model", core=["TransformerConfig"])
     """layernorm or rmsnorm."""
-    layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"])
+    layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"], core=["TransformerConfig"])
     """Epsilon of the normalization."""
     activation: Activation = key(identity="model")
     """MLP activation: gelu, gelu_tanh, swiglu."""
-    bias: bool = key(identity="model")
+    bias: bool = key(identity="model", core=["TransformerConfig.add_bias_linear"])
     """Biases in the linear layers."""
-    qkv_bias: bool = key(identity="model")
+    qkv_bias: bool = key(identity="model", core=["TransformerConfig.add_qkv_bias"])
     """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
-    qk_layernorm: bool = key(before=False, identity="model")
+    qk_layernorm: bool = key(before=False, identity="model", core=["TransformerConfig"])
     """Normalize the queries and keys of each head before rotation (Qwen3)."""
     share_embeddings_and_output_weights: bool = key(aliases=["tie_word_embeddings"], identity="model")
     """The LM head reuses the embedding matrix (tied embeddings)."""
-    init_method_std: float = key(above=0, use="0.02 or another")
+    init_method_std: float = key(above=0, use="0.02 or another", core=["TransformerConfig"])
     """Standard deviation of the initial weights; projections into the residual stream use std/sqrt(2·num_layers)."""
-    hidden_dropout: float = key(minimum=0, below=1)
+    hidden_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
     """Dropout probability after attention, MLP and embedding."""
-    attention_dropout: float = key(minimum=0, below=1)
+    attention_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
     """Dropout probability of attention weights."""
 
     num_moe_experts: int | None = key(
@@ -112,6 +114,7 @@ class ModelConfig:
         largest=2**16,
         before=None,
         identity="model",
+        core=["TransformerConfig"],
     )
     """Experts that replace the MLP of every layer; a router picks some for each token. null: one MLP."""
     moe_ffn_hidden_size: int | None = key(
@@ -126,19 +129,33 @@ class ModelConfig:
         aliases=["num_experts_per_tok"],
         identity="model",
         unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
     )
     """Experts per token; a softmax over their router scores, in fp32, weights their results."""
-    moe_router_load_balancing_type: MoeLoadBalancing = key(before=MoeLoadBalancing.aux_loss, unread=[_WITHOUT_EXPERTS])
+    moe_router_load_balancing_type: MoeLoadBalancing = key(
+        before=MoeLoadBalancing.aux_loss, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
     """Tokens that the auxiliary loss balances: of a microbatch (aux_loss), of each sequence (seq_aux_loss), or none."""
     moe_aux_loss_coeff: float = key(
-        minimum=0, use="0.01 or another above 0", before=0.01, idle=[0.01, 0.0], unread=[_WITHOUT_EXPERTS]
+        minimum=0,
+        use="0.01 or another above 0",
+        before=0.01,
+        idle=[0.01, 0.0],
+        unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
     )
     """Weight of the load-balancing loss in the gradient; the logged loss is the cross entropy only."""
-    moe_z_loss_coeff: float | None = key(above=0, use="null for none", before=None, unread=[_WITHOUT_EXPERTS])
+    moe_z_loss_coeff: float | None = key(
+        above=0, use="null for none", before=None, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
     """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
-    moe_token_dispatcher_type: MoeTokenDispatcher = key(before=MoeTokenDispatcher.alltoall, unread=[_WITHOUT_EXPERTS])
+    moe_token_dispatcher_type: MoeTokenDispatcher = key(
+        before=MoeTokenDispatcher.alltoall, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
     """How tokens reach their experts: alltoall (each goes to its experts' ranks), allgather (all go to all ranks)."""
-    overlap_moe_expert_parallel_comm: bool = key(before=False, planned=True, unread=[_WITHOUT_EXPERTS])
+    overlap_moe_expert_parallel_comm: bool = key(
+        before=False, planned=True, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
     """Exchange tokens between expert-parallel ranks while another microbatch computes: the forward pass of each
     microbatch overlaps the backward pass of the previous one. Needs memory for one more layer's activations."""
     moe_grouped_gemm: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
@@ -149,7 +166,7 @@ class ModelConfig:
     moe_permute_fusion: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
     """Sort tokens by expert, and back, in TE's fused kernels; needs Transformer Engine layers; null: on with them,
     unless each expert-parallel rank gathers all tokens."""
-    moe_router_padding_for_quantization: bool = key(before=False, unread=[_WITHOUT_EXPERTS])
+    moe_router_padding_for_quantization: bool = key(before=False, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"])
     """Route extra tokens of weight zero until each expert's count suits FP8; false: pad each expert's input."""
 
     encoder_seq_length: int = key(minimum=1, largest=2**24, aliases=["seq_length", "seq_len"], identity="batch")
@@ -161,38 +178,50 @@ class ModelConfig:
     seed: int = key(minimum=0, largest=2**32 - 1)
     """Seed for weights, data order and dropout."""
 
-    tensor_model_parallel_size: int = key(minimum=1, largest=2**20, aliases=["tp"], planned=True)
+    tensor_model_parallel_size: int = key(
+        minimum=1, largest=2**20, aliases=["tp"], planned=True, core=["TransformerConfig"]
+    )
     """TP: ranks that split each layer's matrices."""
-    pipeline_model_parallel_size: int = key(minimum=1, largest=2**20, aliases=["pp"], planned=True)
+    pipeline_model_parallel_size: int = key(
+        minimum=1, largest=2**20, aliases=["pp"], planned=True, core=["TransformerConfig"]
+    )
     """PP: stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: int | None = key(minimum=1, largest=2**10, planned=True)
+    virtual_pipeline_model_parallel_size: int | None = key(
+        minimum=1, largest=2**10, planned=True, core=["TransformerConfig"]
+    )
     """Model chunks per pipeline rank (interleaved schedule); null: one chunk, plain 1F1B."""
-    context_parallel_size: int = key(minimum=1, largest=2**20, aliases=["cp"], planned=True)
+    context_parallel_size: int = key(minimum=1, largest=2**20, aliases=["cp"], planned=True, core=["TransformerConfig"])
     """CP: ranks that split each sequence; needs Transformer Engine."""
     expert_model_parallel_size: int = key(
-        minimum=1, largest=2**20, before=1, aliases=["ep"], planned=True, unread=[_WITHOUT_EXPERTS]
+        minimum=1,
+        largest=2**20,
+        before=1,
+        aliases=["ep"],
+        planned=True,
+        unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
     )
     """EP: ranks, taken from those with different samples, that split the experts; must divide num_moe_experts."""
     expert_tensor_parallel_size: int | None = key(
         minimum=1, largest=2**20, before=None, planned=True, unread=[_WITHOUT_EXPERTS]
     )
     """Ranks that split each expert's matrices; null: tensor_model_parallel_size."""
-    sequence_parallel: bool = key(planned=True)
+    sequence_parallel: bool = key(planned=True, core=["TransformerConfig"])
     """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
     use_distributed_optimizer: bool | None = key(planned=True)
     """Shard optimizer states and masters over the data-parallel ranks; null: only if fp8_params needs it."""
-    overlap_grad_reduce: bool = key(planned=True)
+    overlap_grad_reduce: bool = key(planned=True, core=["DistributedDataParallelConfig"])
     """Overlap the reduction of gradients with the backward pass."""
-    overlap_param_gather: bool = key(planned=True)
+    overlap_param_gather: bool = key(planned=True, core=["DistributedDataParallelConfig", "OptimizerConfig"])
     """Overlap the gathering of parameters with the forward pass; needs use_distributed_optimizer and
     overlap_grad_reduce."""
     ddp_bucket_size: int | None = key(minimum=1, before=None, planned=True, unread=[_WITHOUT_OVERLAPPED_REDUCTION])
     """Approximate number of values in one exchange of overlap_grad_reduce and overlap_param_gather; null: a 16th of a
     rank's layers, at most 400 million, but at least 40 million and 1 million per data-parallel rank."""
-    tp_comm_overlap: bool = key(before=False, planned=True)
+    tp_comm_overlap: bool = key(before=False, planned=True, core=["TransformerConfig"])
     """Overlap the exchange of activations between TP ranks with GEMMs, in TE's user buffers; needs
     sequence_parallel."""
-    grad_reduce_in_fp32: bool = key(planned=True)
+    grad_reduce_in_fp32: bool = key(planned=True, core=["DistributedDataParallelConfig"])
     """Accumulate and reduce gradients in fp32 even if parameters are bf16."""
 
     fp8: bool = key(planned=True)
@@ -273,11 +302,14 @@ class ModelConfig:
     """Replay each layer as CUDA graphs: none, or local (megatron-core's own); null: local for small tensorwise
     layers."""
     activations_checkpoint_granularity: RecomputeGranularity | None = key(
-        aliases=["recompute_granularity"], planned=True
+        aliases=["recompute_granularity"], planned=True, core=["TransformerConfig.recompute_granularity"]
     )
     """Activation recomputation: selective (core attention) or full (whole layers); null: none."""
     activations_checkpoint_method: RecomputeMethod | None = key(
-        aliases=["recompute_method"], planned=True, unread=[_full_recomputation("num_layers=1")]
+        aliases=["recompute_method"],
+        planned=True,
+        unread=[_full_recomputation("num_layers=1")],
+        core=["TransformerConfig.recompute_method"],
     )
     """granularity=full: uniform (every n layers) or block (the first n layers of each stage)."""
     activations_checkpoint_num_layers: int | None = key(
@@ -286,6 +318,7 @@ class ModelConfig:
         aliases=["recompute_num_layers"],
         planned=True,
         unread=[_full_recomputation("method=uniform")],
+        core=["TransformerConfig.recompute_num_layers"],
     )
     """granularity=full: the n of the method."""
 
