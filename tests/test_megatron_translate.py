@@ -18,13 +18,13 @@ from megatron.core.transformer.enums import InferenceCudaGraphScope
 import gpt_pretrain
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.recipes import recipes_of
 from tests.platforms import CPU, H200, spec_of
 
 # Nothing here is null that another key of the table would decide.

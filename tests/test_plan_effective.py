@@ -7,11 +7,11 @@ import pytest
 
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.core_fields import HighPrecision
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.plan.effective import fields_by_class, is_fp8_key, planned_keys
-from gpt_pretrain.run.recipes import RECIPES
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200, spec_of

@@ -16,8 +16,9 @@ from enum import Enum
 from functools import cache
 from operator import attrgetter
 
-from gpt_pretrain.config import choices, own, schema
+from gpt_pretrain.config import own, schema
 from gpt_pretrain.config.facts import NO_FACTS, Facts
+from gpt_pretrain.config.recipes import RECIPES
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
 
@@ -49,7 +50,8 @@ UNSUPPORTED = {
 
 # Values of other programs that a key does not take: what to do instead.
 UNSUPPORTED_VALUES = {
-    **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
+    # Transformer Engine's if both engines have one of the name.
+    **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in reversed([*RECIPES.values()])},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",

@@ -16,6 +16,7 @@ from gpt_pretrain.config.choices import (
     PositionEmbedding,
 )
 from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels, matmul_parameters_per_layer
+from gpt_pretrain.config.recipes import Use
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.registry import FEATURES, LIBRARIES
 from gpt_pretrain.launch.ranks import Launch
@@ -31,7 +32,6 @@ from gpt_pretrain.run.platform import (
     transformer_engine,
 )
 from gpt_pretrain.run.products import Resolved, resolve
-from gpt_pretrain.run.recipes import Use
 from gpt_pretrain.run.run_spec import RunSpec, plan_layout
 
 # Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up

@@ -13,6 +13,7 @@ from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of, show
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.config.recipes import DELAYED_KEYS
 from gpt_pretrain.megatron.core_fields import (
     Field,
     HighPrecision,
@@ -24,7 +25,6 @@ from gpt_pretrain.megatron.core_fields import (
 from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
-from gpt_pretrain.run.recipes import DELAYED_KEYS
 from gpt_pretrain.run.run_spec import RunSpec
 
 # The fields of `Fp8Settings` that local layers read in place of megatron-core's.

@@ -9,12 +9,12 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:

@@ -11,12 +11,12 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision, RecomputeGranularity
 from gpt_pretrain.config.errors import one_of, show, written
 from gpt_pretrain.config.keys import did_you_mean
+from gpt_pretrain.config.recipes import RECIPES, Use, recipes_for, recipes_of
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of
-from gpt_pretrain.run.recipes import RECIPES, Use, recipes_for, recipes_of
 
 # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
 # tensor would be subnormal.

@@ -11,6 +11,7 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Ba
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
 from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.config.recipes import Engine, Recipe
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.rules.model import refusal
@@ -27,7 +28,6 @@ from gpt_pretrain.run.platform import (
     Platform,
     read_version,
 )
-from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # The oldest version that this project was checked and tested against.
@@ -65,15 +65,15 @@ def _why_no_torchao(platform: Platform) -> str:
     return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
 
 
-def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
+def _why_no_scaling(platform: Platform, engine: Engine) -> str | None:
     """What a GPU with FP8 lacks for a recipe; None if nothing."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
-    first, beyond = recipe.capability
+    first, beyond = engine.capability
     fits = first <= capability and (beyond is None or capability < beyond)
-    if fits and (recipe.cuda is None or (cuda is not None and read_version(cuda).release >= recipe.cuda)):
+    if fits and (engine.cuda is None or (cuda is not None and read_version(cuda).release >= engine.cuda)):
         return None
-    return f"{recipe.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if recipe.cuda is not None else "")
+    return f"{engine.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if engine.cuda is not None else "")
 
 
 def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
@@ -114,7 +114,7 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
 
 def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
     """What this machine lacks for a recipe, as a phrase that follows "needs"; None if nothing."""
-    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe)
+    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe.engine)
 
 
 def _fp8_problems(spec: RunSpec) -> Iterator[str]:
@@ -128,7 +128,7 @@ def _fp8_problems(spec: RunSpec) -> Iterator[str]:
         engine = " with model.fp8_backend=torchao" if settings.backend is Fp8Backend.torchao else ""
         yield f"model.fp8=true{engine} needs {problem}; {emulate}"
         return
-    problem = _why_no_scaling(platform, settings.recipe)
+    problem = _why_no_scaling(platform, settings.recipe.engine)
     if problem is not None:
         yield f"model.fp8_recipe={settings.recipe.name} needs {problem}; {emulate}"
         return

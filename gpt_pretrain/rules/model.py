@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
 from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import (
@@ -17,7 +18,6 @@ from gpt_pretrain.features.resolve import (
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 _LOCAL_LAYERS = "it compiles megatron-core's local layers"
 _COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"

@@ -17,10 +17,10 @@ from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.errors import show
 from gpt_pretrain.config.facts import NOT_TOLD, Unread
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.config.recipes import DELAYED_KEYS, RECIPES
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import Resolved, resolve
-from gpt_pretrain.run.recipes import DELAYED_KEYS, RECIPES
 
 type Why = Callable[[Resolved], str]
 """Why a key has no effect in a run; empty if it has one."""
@@ -61,7 +61,7 @@ def _keeps_history(run: Resolved) -> bool:
 def _without_history(run: Resolved) -> str:
     if run.fp8 is None or run.fp8.recipe.keeps_history:
         return ""
-    return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.scales_from}"
+    return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.words.scales_from}"
 
 
 def _no_high_precision_wgrad(run: Resolved) -> str:

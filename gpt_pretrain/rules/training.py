@@ -26,13 +26,13 @@ from gpt_pretrain.config.derived import (
     weight_of,
 )
 from gpt_pretrain.config.errors import ConfigError, how_to_install, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import Config, DataConfig, OptimConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
