@@ -236,11 +236,23 @@ class ModelConfig:
     TorchAO's recipes fix their formats."""
     fp8_e4m3: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
     """E4M3 in both directions, even if fp8_hybrid is set; null: on for blockwise and mxfp8, unless fp8_hybrid."""
-    fp8_margin: int | None = key(largest=2**16, planned=True, unread=[_WITHOUT_FP8])
+    fp8_margin: int | None = key(
+        minimum=0,
+        maximum=14,
+        # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8.
+        why="scales leave 2^margin of headroom, less than none saturates the largest values, and more than 14 leaves "
+        "E4M3 no precision",
+        use="0",
+        largest=2**16,
+        planned=True,
+        unread=[_WITHOUT_FP8],
+    )
     """delayed: scales leave a headroom of 2^margin, with margin 0 to 14; null: 0."""
     fp8_interval: int | None = key(planned=True, unread=[_WITHOUT_FP8])
     """delayed: steps between new scales. Transformer Engine computes them at every step, so only 1 is allowed."""
-    fp8_amax_history_len: int | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_amax_history_len: int | None = key(
+        minimum=1, use="1 or more (1024 is Transformer Engine's own)", planned=True, unread=[_WITHOUT_FP8]
+    )
     """delayed: length of the amax history in forward passes (for gradients: backward passes); null: 1024."""
     fp8_amax_compute_algo: AmaxComputeAlgo | None = key(planned=True, unread=[_WITHOUT_FP8])
     """delayed: which amax of the history sets the scale, max or most_recent; null: max."""
