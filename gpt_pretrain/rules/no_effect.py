@@ -90,10 +90,10 @@ def _saves_nothing(run: Resolved) -> bool:
 
 @cache
 def _table() -> tuple[NoEffect, ...]:
-    return (*_fp8_rows(), *_other_rows(), *_facts())
+    return (*_fp8_rows(), *_other_rows(), *_schema_rows())
 
 
-def _facts() -> Iterator[NoEffect]:
+def _schema_rows() -> Iterator[NoEffect]:
     """What the schema says, one row for each setting of another key."""
     for path, key in schema_keys().items():
         idle = key.facts.idle
