@@ -46,7 +46,7 @@ def read_with(key: str, *values: Any, because: str = "", instead: str = "") -> U
     return Unread(key, values, True, because, instead)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Facts:
     """The facts of one key; null is in every range."""
 

@@ -79,8 +79,14 @@ class Key:
     """Type of a list's elements or a dict's values; None for other kinds."""
     optional: bool
     """Whether null is a value."""
-    doc: str
     facts: Facts
+    section: type
+    """The dataclass that has it as a field."""
+
+    @property
+    def doc(self) -> str:
+        """Its help, read from the source when somebody asks: few command lines do."""
+        return _doc(self.section, self.path.rpartition(".")[2])
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -121,14 +127,14 @@ def _doc(section: type, field: str) -> str:
     return next((doc for each in classes if (doc := _docs(each.__module__).get((each.__name__, field)))), "")
 
 
-def _key(path: str, annotation: typing.Any, doc: str, facts: Facts) -> Key:
+def _key(path: str, annotation: typing.Any, facts: Facts, section: type) -> Key:
     optional = False
     if isinstance(annotation, types.UnionType):
         optional = type(None) in typing.get_args(annotation)
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
     container = typing.get_origin(annotation)
     item = None if container is None else typing.get_args(annotation)[-1]
-    return Key(path=path, kind=container or annotation, item=item, optional=optional, doc=doc, facts=facts)
+    return Key(path=path, kind=container or annotation, item=item, optional=optional, facts=facts, section=section)
 
 
 def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
@@ -140,7 +146,7 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
             yield path, hint
             yield from _walk(hint, f"{path}.")
         else:
-            yield path, _key(path, hint, _doc(section, field.name), field.metadata.get("facts", NO_FACTS))
+            yield path, _key(path, hint, field.metadata.get("facts", NO_FACTS), section)
 
 
 def section_keys(section: type) -> dict[str, Key]:
