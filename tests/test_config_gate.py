@@ -344,7 +344,7 @@ def test_broken_files_are_told_without_a_traceback(my_conf, text, named):
 def test_open_values_are_told_with_their_meaning():
     found = problems("model=base")
     assert len(found) == 5
-    assert_names(found[:1], "model.num_layers model.num_layers=… integer: Transformer layers.")
+    assert_names(found[:1], "model.num_layers model.num_layers=… integer, 1 or more: Transformer layers.")
 
 
 def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
@@ -445,8 +445,8 @@ def test_help_shows_groups_keys_values_and_fits_80_columns(capsys, monkeypatch):
     assert main(["--help", "model=llama3_8b", "model.seed=7"]) == 0
     text = capsys.readouterr().out
     assert "llama3_8b*" in text
-    assert "  model.num_layers = 32   (integer)\n      Transformer layers.\n" in text
-    assert "  model.seed = 7   (integer)" in text
+    assert "  model.num_layers = 32   (integer, 1 or more)\n      Transformer layers.\n" in text
+    assert "  model.seed = 7   (integer, 0 or more)" in text
     keys = [line for line in text.splitlines() if " = " in line and "(" in line]
     assert len(keys) > 90
     assert [line for line in text.splitlines() if len(line) > 80 and line not in keys] == []

@@ -6,9 +6,9 @@ import torch
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, recipes_of
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.run.recipes import RECIPES, recipes_of
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.runs import run_small
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.choices import PlanGpu
+from gpt_pretrain.config.recipes import RECIPES, Cost
 from gpt_pretrain.plan.kernels import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.speed import link_bytes_per_s
@@ -12,7 +13,6 @@ from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
 from gpt_pretrain.rules.gate import load_config
 from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.products import Gemm, resolve
-from gpt_pretrain.run.recipes import RECIPES
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
@@ -401,7 +401,7 @@ def gemm(m, n, k, *, fp8):
     ],
 )
 def test_a_product_takes_the_longer_of_arithmetic_and_bytes(shape, fp8, seconds):
-    recipe = replace(RECIPES["delayed"], peak_share=1.0)
+    recipe = replace(RECIPES["delayed"], cost=Cost(peak_share=1.0, searches_amax=False))
     found = gemm_s(GPUS[PlanGpu.h200], gemm(*shape, fp8=fp8), recipe)
     assert found == pytest.approx(seconds + EFFICIENCY.kernel_s, rel=1e-6)
 
@@ -537,7 +537,7 @@ def test_an_activation_that_casts_saves_its_passes(recipe, saved):
 def test_efficiencies_stay_below_what_a_bare_product_reaches():
     # 8192³ alone on the H200: 774 TFLOP/s in BF16, 1414 in FP8.
     assert EFFICIENCY.bf16 * 989.4 < 774
-    assert max(recipe.peak_share for recipe in RECIPES.values()) * 1978.9 < 1414
+    assert max(recipe.cost.peak_share for recipe in RECIPES.values()) * 1978.9 < 1414
 
 
 def test_seconds_add_up_to_the_step_and_the_speed_follows():

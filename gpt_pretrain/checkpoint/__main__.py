@@ -24,8 +24,8 @@ from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, re
 from gpt_pretrain.commands.door import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason, visible
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.report.console import console_of_width
-from gpt_pretrain.run.recipes import recipes_of
 
 
 class Task(Enum):

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, Recipe, recipes_of
 from gpt_pretrain.doctor.facts import Apex, Facts, Failure, Loaded, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
 from gpt_pretrain.run.platform import Found, Platform, compiler_problem, environment_fields, library_fields
-from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
 
 VERSION = 1
 

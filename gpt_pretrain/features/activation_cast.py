@@ -26,7 +26,7 @@ class ActivationCast(FusedKernel):
             yield "model.fp8=false", "there is no cast to compute an activation with"
         elif cause := local_layers(model):
             yield cause, "these layers cast for themselves"
-        elif settings.recipe.block is not None:
+        elif settings.recipe.numerics.block is not None:
             yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
         elif model.tp_comm_overlap and not settings.recipe.keeps_history:
             yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
@@ -60,8 +60,8 @@ class ActivationCast(FusedKernel):
         # The kernels write their two bytes in place of the BF16 that the plan counts for an unfused activation. What
         # remains is to read the activation's inputs, and its gradient, once more for a scale.
         if kind == FC1:
-            return of_input, 4 * recipe.searches_amax
-        return (2 * recipe.searches_amax if kind == FC2 else of_input), of_gradient
+            return of_input, 4 * recipe.cost.searches_amax
+        return (2 * recipe.cost.searches_amax if kind == FC2 else of_input), of_gradient
 
 
 def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:

@@ -5,9 +5,9 @@ from typing import override
 
 from gpt_pretrain.config.choices import CudaGraphImpl, PositionEmbedding
 from gpt_pretrain.config.derived import matmul_parameters_per_layer
+from gpt_pretrain.config.recipes import Use
 from gpt_pretrain.features.feature import Feature, Obstacle, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import local_layers
-from gpt_pretrain.run.recipes import Use
 
 # Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
 # GPT-2 124M by 1.4 at 32 × 1,024 tokens (1.4e12), and not at 64 × 1,024 (2.8e12).

@@ -10,12 +10,12 @@ from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.config.errors import refusal, refusals, show
+from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Library, Platform
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # A feature's file takes the types of its methods from here.

@@ -6,9 +6,9 @@ from typing import override
 from gpt_pretrain.config.choices import RecomputeGranularity
 from gpt_pretrain.config.derived import kv_channels
 from gpt_pretrain.config.errors import refusal
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Platform, Resolved, RunSpec
 from gpt_pretrain.run.platform import BLACKWELL, CONSUMER_BLACKWELL, HOPPER
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 _UNCOVERED = "the first-step proof does not cover this combination"
 

@@ -6,11 +6,11 @@ from typing import override
 from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype, Precision
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.config.errors import refusal, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig, OptimConfig
 from gpt_pretrain.features.feature import Feature, Resolved, RunSpec
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 # Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
 _HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.errors import multiples_near, one_of, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import MULTICAST_OFF, NO_MULTICAST, USER_BUFFERS_WITHOUT
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 
 class UserBuffers(Feature):

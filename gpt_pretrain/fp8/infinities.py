@@ -18,10 +18,10 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.config.recipes import RECIPES, InfinityIn
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.launch import patches
 from gpt_pretrain.launch.patches import patched
-from gpt_pretrain.run.recipes import RECIPES, InfinityIn
 
 # Quantizers per product of a module (TE 2.12, pytorch/module): of input, weight and output; of their two gradients.
 _FORWARD, _BACKWARD = 3, 2
@@ -45,7 +45,7 @@ class StepCasts:
         _write(self._before[0], self._histories)
         self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
         # megatron-core's configuration does not know the FP8 of local layers.
-        shown_in = {RECIPES[chunk.config.fp8_recipe].infinity_in for chunk in chunks if chunk.config.fp8}
+        shown_in = {RECIPES[chunk.config.fp8_recipe].engine.infinity_in for chunk in chunks if chunk.config.fp8}
         self._searches_blocks = InfinityIn.blocks in shown_in
         self._own_layers = [each for each in modules if is_te_linear(each)] if InfinityIn.amax in shown_in else []
         self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
@@ -18,7 +19,6 @@ from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import passage
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
-from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
@@ -54,7 +54,7 @@ def memory_s(gpu: Gpu, num_bytes: float, kernels: int = 1) -> float:
 def gemm_s(gpu: Gpu, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
     """Seconds of one product; if it `accumulates`, weight gradients are added to fp32 ones, not written in BF16."""
     if gemm.fp8 and recipe is not None:
-        size, rate = 1, gpu.fp8_tflops * 1e12 * recipe.peak_share
+        size, rate = 1, gpu.fp8_tflops * 1e12 * recipe.cost.peak_share
     else:
         size, rate = 2, gpu.bf16_tflops * 1e12 * EFFICIENCY.bf16
     arithmetic = gemm.flops / rate * (1 + EFFICIENCY.depth / gemm.k)
@@ -69,7 +69,7 @@ def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, features: Iterable[Feature
     Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
     one more. TorchAO's codes are written in both layouts at once (`kernels.fp8_codes_triton`).
     """
-    separate: float = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * recipe.searches_amax
+    separate: float = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * recipe.cost.searches_amax
     of_input, of_gradient = separate, separate
     for feature in features:
         of_input, of_gradient = feature.cast_bytes(linear.kind, recipe, of_input, of_gradient)

@@ -26,7 +26,7 @@ TRANSFORMER_ENGINE, TORCHAO, TORCH_CUDA = "2.12.0", "0.18.0", "13.0"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `run.recipes`'.
+    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `config.recipes`'.
 
     Calibrated on an H200 (`tests/test_plan_speed.py` names the runs). Used unchanged for an H100, where 8 layers of
     Llama 3 8B kept to them within 1.2%, and for a B200, where nothing has been measured.

@@ -108,9 +108,9 @@ class MemoryForecast:
 
 def _weight_copies(settings: Fp8Settings, platform: Platform) -> float:
     """Bytes that FP8 products read per weight: one, another in the other layout where needed, and scales."""
-    if settings.recipe.scales_tensors:
+    if settings.recipe.numerics.scales_tensors:
         return 2.0 if keeps_transposes(settings, platform) else 1.0
-    return 2 * (1 + settings.recipe.weight_scale_bytes)
+    return 2 * (1 + settings.recipe.numerics.weight_scale_bytes)
 
 
 def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:

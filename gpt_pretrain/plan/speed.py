@@ -11,6 +11,7 @@ from functools import partial
 
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import num_query_groups, shards_gradients, uses_distributed_optimizer
+from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
@@ -20,7 +21,6 @@ from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.run.recipes import RECIPES, Use
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
@@ -228,7 +228,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
         seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / layout.shards + transposes))
     else:
         # BF16 weights are cast once per step.
-        passes = 4 + 2 * settings.recipe.searches_amax
+        passes = 4 + 2 * settings.recipe.cost.searches_amax
         in_fp8 = (linear for linear in stage.linears if linear.precision == "fp8")
         seconds["FP8 casts"] = sum(memory_s(gpu, linear.num_weights * passes) for linear in in_fp8)
     return seconds

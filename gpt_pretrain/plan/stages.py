@@ -243,7 +243,7 @@ def input_bytes(spec: RunSpec, linear: Linear) -> float:
     fp8 = held_fp8(spec)
     if fp8 is None or linear.wgrad_precision != "fp8":
         return element_bytes(spec)
-    return 1 + fp8.recipe.activation_scale_bytes
+    return 1 + fp8.recipe.numerics.activation_scale_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,28 +9,24 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, refusals, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.model import batch_fits
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
     """The number of experts per token, and their load balancing."""
-    if experts < 2:
-        yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
-    elif not 2 <= model.moe_router_topk <= experts:
+    if not 2 <= model.moe_router_topk <= experts:
         # A softmax over the score of one expert is 1, whatever the router says.
         why = ": one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""
         yield (
             f"model.moe_router_topk={model.moe_router_topk} with model.num_moe_experts={experts}{why}; "
             f"use {one_of(range(2, experts + 1))}"
         )
-    if model.moe_aux_loss_coeff < 0:
-        yield f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} is negative; use 0.01 or another above 0"
-    elif model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
+    if model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
         yield (
             "model.moe_aux_loss_coeff=0 switches off model.moe_router_load_balancing_type="
             f"{model.moe_router_load_balancing_type.name}; use a coefficient above 0, or "
@@ -42,8 +38,6 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
             "model.moe_router_load_balancing_type=none; leave it out, or use "
             "model.moe_router_load_balancing_type=aux_loss"
         )
-    if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
-        yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"
 
 
 def expert_layers(model: ModelConfig) -> Iterator[str]:

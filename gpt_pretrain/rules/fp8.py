@@ -11,15 +11,12 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import AUTO, Fp8Backend, Precision
 from gpt_pretrain.config.errors import one_of, refusal, refusals, show, written
 from gpt_pretrain.config.keys import did_you_mean
+from gpt_pretrain.config.recipes import RECIPES, Use, recipes_for, recipes_of
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of
-from gpt_pretrain.run.recipes import RECIPES, Use, recipes_for, recipes_of
 
-# E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
-# tensor would be subnormal.
-_LARGEST_MARGIN = 14
 # 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
 _LONGEST_HISTORY = 65_536
 # An fp32 number for each of input, weight and output, and of the gradients of output and input
@@ -69,21 +66,9 @@ def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         yield refusal("model.fp8_wgrad=true", f"model.fp8_recipe={recipe.name}", why, *ways)
 
 
-def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """The ranges of the keys that only delayed scaling reads."""
-    if not settings.recipe.keeps_history:
-        return
-    if not 0 <= settings.margin <= _LARGEST_MARGIN:
-        yield (
-            f"model.fp8_margin={settings.margin} is not between 0 and {_LARGEST_MARGIN}: scales leave 2^margin of "
-            "headroom, less than none saturates the largest values, and more leaves E4M3 no precision; use 0"
-        )
-    if settings.amax_history_len < 1:
-        yield (
-            f"model.fp8_amax_history_len={settings.amax_history_len} is too small; "
-            "use 1 or more (1024 is Transformer Engine's own)"
-        )
-    if settings.amax_history_len > _LONGEST_HISTORY:
+def amax_history(settings: Fp8Settings) -> Iterator[str]:
+    """The longest history of delayed scaling."""
+    if settings.recipe.keeps_history and settings.amax_history_len > _LONGEST_HISTORY:
         yield (
             f"model.fp8_amax_history_len={settings.amax_history_len} is too long: each linear layer would keep "
             f"{_HISTORY_BYTES * settings.amax_history_len:,} bytes of amaxes (4 for each of 5 tensors and each pass); "
@@ -246,7 +231,7 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         return
     yield from formats(model, settings)
     yield from torchao(model, settings)
-    yield from delayed_scaling(model, settings)
+    yield from amax_history(settings)
     if settings.params:
         yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
     yield from layer_implementation(config, settings)

@@ -10,12 +10,12 @@ from dataclasses import replace
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, Precision
 from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, refusal, show
 from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.config.recipes import Engine, Recipe
 from gpt_pretrain.features.fp8_attention import is_attention_delayed
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.run.fp8 import emulation, local_layers
 from gpt_pretrain.run.platform import ATTENTION, RECIPE_VARIABLES, Platform, read_version
-from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # The oldest version that this project was checked and tested against.
@@ -47,15 +47,15 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     return None
 
 
-def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
+def _why_no_scaling(platform: Platform, engine: Engine) -> str | None:
     """What a GPU with FP8 lacks for a recipe; None if nothing."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
-    first, beyond = recipe.capability
+    first, beyond = engine.capability
     fits = first <= capability and (beyond is None or capability < beyond)
-    if fits and (recipe.cuda is None or (cuda is not None and read_version(cuda).release >= recipe.cuda)):
+    if fits and (engine.cuda is None or (cuda is not None and read_version(cuda).release >= engine.cuda)):
         return None
-    return f"{recipe.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if recipe.cuda is not None else "")
+    return f"{engine.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if engine.cuda is not None else "")
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
@@ -73,7 +73,7 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
 
 def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
     """What this machine lacks for a recipe, as a phrase that follows "needs"; None if nothing."""
-    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe)
+    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe.engine)
 
 
 def _fp8_problems(spec: RunSpec) -> Iterator[str]:
@@ -87,7 +87,7 @@ def _fp8_problems(spec: RunSpec) -> Iterator[str]:
         engine = " with model.fp8_backend=torchao" if settings.backend is Fp8Backend.torchao else ""
         yield f"model.fp8=true{engine} needs {problem}; {emulate}"
         return
-    problem = _why_no_scaling(platform, settings.recipe)
+    problem = _why_no_scaling(platform, settings.recipe.engine)
     if problem is not None:
         yield f"model.fp8_recipe={settings.recipe.name} needs {problem}; {emulate}"
         return

@@ -14,25 +14,6 @@ from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.products import Resolved
 
-# Counts; the rules divide by them.
-_COUNTS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
-    "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
-    "global_batch_size tensor_model_parallel_size pipeline_model_parallel_size "
-    "virtual_pipeline_model_parallel_size context_parallel_size activations_checkpoint_num_layers num_moe_experts "
-    "moe_ffn_hidden_size moe_router_topk expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size"
-)
-# With fewer, a router has nothing to choose from.
-_LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
-
-
-def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
-    """Counts, by which other rules divide."""
-    for name in _COUNTS.split():
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            yield f"model.{name}={value} is not positive; use {_LEAST.get(name, 1)} or more"
-
 
 def positions(model: ModelConfig) -> Iterator[str]:
     """The kind of positions, and the length they allow."""
@@ -42,19 +23,12 @@ def positions(model: ModelConfig) -> Iterator[str]:
             f"model.max_position_embeddings={model.max_position_embeddings}; "
             f"use {model.max_position_embeddings} or less, or raise max_position_embeddings"
         )
-    if model.position_embedding_type is not PositionEmbedding.rope:
-        if model.apply_rope_fusion:
-            yield (
-                "model.apply_rope_fusion=true has nothing to fuse: "
-                f"model.position_embedding_type={model.position_embedding_type.name}; use "
-                "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
-            )
-        return
-    if not 0 < model.rotary_percentage <= 1:
-        yield f"model.rotary_percentage={model.rotary_percentage} is not a fraction of a head; use above 0 up to 1"
-    factor = model.rope_scaling_factor
-    if factor is not None and not factor > 1:
-        yield f"model.rope_scaling_factor={factor} stretches no period; use more than 1 (Llama 3.1 has 8), or null"
+    if model.apply_rope_fusion and model.position_embedding_type is not PositionEmbedding.rope:
+        yield (
+            "model.apply_rope_fusion=true has nothing to fuse: "
+            f"model.position_embedding_type={model.position_embedding_type.name}; use "
+            "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
+        )
 
 
 def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:

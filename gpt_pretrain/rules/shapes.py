@@ -206,7 +206,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             value=hidden,
             step=settings.recipe.gathered_rows,
             why=f"model.fp8_recipe={settings.recipe.name} with model.sequence_parallel=true gathers blocks of "
-            f"{settings.recipe.block}×{settings.recipe.block}",
+            f"{settings.recipe.numerics.block}×{settings.recipe.numerics.block}",
         )
     for kind, count in ((QKV, (heads + 2 * num_query_groups(model)) // tp), (PROJ, heads // tp)):
         if kind in fp8:

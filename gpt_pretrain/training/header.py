@@ -16,10 +16,9 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.errors import ConfigError, counted, written
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.extend import REGISTERED
 from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
