@@ -170,7 +170,9 @@ class Trainer:
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._fp8_watch.step(step), self._stragglers.step(step):
-            result = self._proofs.step(step, partial(train_step, self._trainable, self._train_batches))
+            with self._proofs.watching(step):
+                result = train_step(self._trainable, self._train_batches)
+            self._proofs.judge(step, result)
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
         self._newest = result
