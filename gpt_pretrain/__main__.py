@@ -38,24 +38,23 @@ def run_job(job: Job, launch: Launch) -> EndReason:
         UserError: The machine, the data, the run directory or a checkpoint does not allow the run.
         RunError: The run failed; with a forecast and remedies if memory ran out.
     """
-    try:
-        with hydra_settings(job):
-            set_environment(job.config)
-            prepare_libraries()
-            with importing_torch():
-                from gpt_pretrain.training.run import train
+    with hydra_settings(job):
+        set_environment(job.config)
+        prepare_libraries()
+        with importing_torch():
+            from gpt_pretrain.features.resolve import build_run_spec, detect_platform
+            from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+            from gpt_pretrain.training.run import train
 
-            return train(job.config, launch)
-    except Exception as error:
-        # Memory may have been too short even for torch.
-        if isinstance(error, UserError | RunError) or "torch" not in sys.modules:
-            raise
-        from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
-
-        if not ran_out_of_memory(error):
-            raise
-        traceback.print_exc()
-        raise RankError(explain_out_of_memory(job.config, launch, error)) from error
+        spec = build_run_spec(job.config, launch, detect_platform())
+        try:
+            return train(spec)
+        except Exception as error:
+            # A RunError has said what failed.
+            if isinstance(error, RunError) or not ran_out_of_memory(error):
+                raise
+            traceback.print_exc()
+            raise RankError(explain_out_of_memory(spec, error)) from error
 
 
 def run_sweep(request: Request, jobs: Sequence[Job], launch: Launch) -> int:

@@ -99,7 +99,7 @@ def overheads(tmp_path_factory):
     torch.set_num_threads(1)
     try:
         install_cpu_device()
-        assert train(config, launch, after_step) == "max_steps"
+        assert train(build_run_spec(config, launch, detect_platform()), after_step) == "max_steps"
     finally:
         torch.set_num_threads(threads)
     assert sum(map(len, shares.values())) == NUM_INTERVALS

@@ -5,21 +5,20 @@ number of bytes. The rates of saving were measured on one H200 with a local disk
 (benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
 from gpt_pretrain.config.choices import MainParamsDtype, MomentDtype
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, plan_stages, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, count_parameters, rank_load
 from gpt_pretrain.run.gpus import GPUS, Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
@@ -226,27 +225,11 @@ class Plan:
         return self.memory.needed_gib <= self.gpu.memory_gib
 
 
-def count_parameters(spec: RunSpec) -> int:
-    """Parameters of the whole model: of one pipeline stage without tensor parallelism."""
-    whole = replace(
-        spec.model,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-    )
-    (stage,) = plan_stages(build_run_spec(replace(spec.config, model=whole), spec.launch, spec.platform))
-    return stage.num_parameters
-
-
 def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
     gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
     memory = forecast_memory(spec)
-    num_parameters = count_parameters(spec)
+    num_parameters = count_parameters(spec.model)
     checkpoint = forecast_checkpoint(spec, num_parameters)
     verdicts = [_memory_verdict(memory, gpu, spec)]
     speed = None

@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     kv_channels,
@@ -26,9 +26,10 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
+from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import BLACKWELL, Platform
-from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
@@ -104,30 +105,55 @@ def _layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
     return sum(linear.num_weights for linear in layer) + norms + biases
 
 
-def plan_stages(spec: RunSpec) -> list[Stage]:
-    """The pipeline stages of a checked configuration, in order."""
-    model, layout = spec.model, spec.layout
-    *in_layers, head = spec.linears
+def _stage_parameters(model: ModelConfig, layers: Iterable[Sequence[Linear]], *, first: bool, last: bool) -> int:
+    """Parameters of one tensor parallel rank of a pipeline stage."""
+    table = padded_vocab_size(model) // model.tensor_model_parallel_size * model.hidden_size
+    positions = model.max_position_embeddings * model.hidden_size
+    num_parameters = sum(_layer_parameters(model, layer) for layer in layers)
+    if first:
+        num_parameters += table
+        num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
+    if last:
+        num_parameters += _norm_parameters(model, model.hidden_size)
+        # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
+        num_parameters += 0 if model.share_embeddings_and_output_weights and first else table
+    return num_parameters
+
+
+def _by_layer(linears: Iterable[Linear]) -> tuple[dict[int, list[Linear]], Linear]:
+    """The linear layers of each transformer layer, and the LM head."""
+    *in_layers, head = linears
     by_layer: dict[int, list[Linear]] = {}
     for linear in in_layers:
         by_layer.setdefault(linear.layer, []).append(linear)
+    return by_layer, head
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model; tied embeddings count once."""
+    whole = replace(
+        model,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
+    layers, _ = _by_layer(linears(whole, None))
+    return _stage_parameters(whole, layers.values(), first=True, last=True)
+
+
+def plan_stages(spec: RunSpec) -> list[Stage]:
+    """The pipeline stages of a checked configuration, in order."""
+    model, layout = spec.model, spec.layout
+    by_layer, head = _by_layer(spec.linears)
     layers_per_chunk = model.num_layers // (layout.pp * layout.vp)
-    table = padded_vocab_size(model) // layout.tp * model.hidden_size
-    positions = model.max_position_embeddings * model.hidden_size
     stages = []
     for index in range(layout.pp):
         # Chunk c of stage p begins with layer (c · PP + p) · layers_per_chunk.
         firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
         layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
-        num_parameters = sum(_layer_parameters(model, layer) for layer in layers.values())
-        if first:
-            num_parameters += table
-            num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
-        if last:
-            num_parameters += _norm_parameters(model, model.hidden_size)
-            # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
-            num_parameters += 0 if model.share_embeddings_and_output_weights and first else table
         stages.append(
             Stage(
                 index=index,
@@ -135,7 +161,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
                 head=head if last else None,
                 chunks_in_flight=_chunks_in_flight(layout, index),
                 layers_per_chunk=layers_per_chunk,
-                num_parameters=num_parameters,
+                num_parameters=_stage_parameters(model, layers.values(), first=first, last=last),
             )
         )
     return stages
@@ -220,8 +246,8 @@ def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
 
 
 def element_bytes(spec: RunSpec) -> int:
-    """Bytes of a value in the run's precision on a GPU."""
-    return 4 if spec.config.trainer.precision is Precision.fp32 else 2
+    """Bytes of a value in the run's precision."""
+    return 4 if params_dtype(spec) is Dtype.fp32 else 2
 
 
 def held_fp8(spec: RunSpec) -> Fp8Settings | None:

@@ -22,7 +22,8 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
+from gpt_pretrain.plan.forecast import forecast_checkpoint
+from gpt_pretrain.plan.stages import count_parameters
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -126,7 +127,7 @@ def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
     by_steps = saves.save_interval is not None and step // saves.save_interval < max_steps // saves.save_interval
     if step >= max_steps or not (saves.save_at_end or by_steps) or saves.on_save_error is not OnSaveError.stop:
         return
-    needed = int(forecast_checkpoint(spec, count_parameters(spec)).num_bytes)
+    needed = int(forecast_checkpoint(spec, count_parameters(spec.model)).num_bytes)
     remove_unfinished(checkpoints)
     free = shutil.disk_usage(nearest_existing(checkpoints.absolute())).free
     if free < needed:
