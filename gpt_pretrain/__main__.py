@@ -9,7 +9,7 @@ Examples:
     python -m gpt_pretrain --config-dir my_conf --config-name my_run
     python -m gpt_pretrain --cfg job model=gpt2_124m  show keys, run nothing
 """
-# command line → checked jobs (commands/door.py, rules/gate.py) → `training.run.train` for each of them
+# command line → checked jobs (commands/command.py, rules/gate.py) → `training.run.train` for each of them
 #                                                               → sbatch for each, with hydra/launcher=slurm
 #
 # Torch is imported only after the command line is accepted. docs/checkpoints.md lists a run's exit codes; torchrun
@@ -20,8 +20,8 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpt_pretrain.commands.command import CRASH, USER_ERROR, importing_torch, print_error, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request, hydra_settings, record_sweep
-from gpt_pretrain.commands.door import CRASH, USER_ERROR, importing_torch, print_error, print_job, run_with_config
 from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, shell_word, visible
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch

@@ -14,8 +14,8 @@ Examples:
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch

@@ -47,8 +47,8 @@ from gpt_pretrain.benchmark.variants import (
     variant_refusals,
 )
 from gpt_pretrain.benchmark.worker import run_task
+from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_config
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_yaml

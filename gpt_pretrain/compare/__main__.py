@@ -39,7 +39,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
+from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.document import Comparison, save_comparison
 from gpt_pretrain.compare.page import table_of_variants, write_page

@@ -18,8 +18,8 @@ Examples:
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
