@@ -9,7 +9,7 @@ Examples:
     python -m gpt_pretrain --config-dir my_conf --config-name my_run
     python -m gpt_pretrain --cfg job model=gpt2_124m  show keys, run nothing
 """
-# command line → checked jobs (commands/command.py, rules/gate.py) → `training.run.train` for each of them
+# command line → checked jobs (commands/command.py, rules/jobs.py) → `training.run.train` for each of them
 #                                                               → sbatch for each, with hydra/launcher=slurm
 #
 # Torch is imported only after the command line is accepted. docs/checkpoints.md lists a run's exit codes; torchrun
@@ -28,7 +28,7 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit
 from gpt_pretrain.report.records import EndReason
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def run_job(job: Job, launch: Launch) -> EndReason:

@@ -21,7 +21,7 @@ from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.plan.machine import planned_problems
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:

@@ -20,7 +20,7 @@ from gpt_pretrain.benchmark.measure import build_bare_step
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.run import train
 
 # Half a minute of steps, and several minutes beside busy processes.

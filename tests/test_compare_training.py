@@ -24,7 +24,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.report.columns import format_duration
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import Fp8Record, StartRecord
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import forked_python
 from tests.test_compare_document import TENSOR
 from tests.test_compare_logs import summary, train_record

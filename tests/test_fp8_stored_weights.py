@@ -8,7 +8,7 @@ from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import Progress
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST

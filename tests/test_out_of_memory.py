@@ -23,7 +23,7 @@ from gpt_pretrain.plan.out_of_memory import (
     plan_remedies,
     ran_out_of_memory,
 )
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
 from tests.platforms import CPU, H200, spec_of

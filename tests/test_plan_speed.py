@@ -9,7 +9,7 @@ from gpt_pretrain.plan.kernels import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, he
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.products import Gemm, resolve
 from gpt_pretrain.run.recipes import RECIPES

@@ -56,7 +56,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.report.console import console_of_width, print_line
-from gpt_pretrain.rules.gate import Job, load_config
+from gpt_pretrain.rules.jobs import Job, load_config
 from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve

@@ -27,7 +27,7 @@ from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.run_spec import RunSpec
 
 TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"

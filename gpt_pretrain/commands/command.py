@@ -35,7 +35,7 @@ from gpt_pretrain.launch.told import tell_once
 
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.rules.gate import Job
+    from gpt_pretrain.rules.jobs import Job
 
 CRASH, USER_ERROR = 1, 2
 # The launch of a single-process command, whatever started its shell.

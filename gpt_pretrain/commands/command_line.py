@@ -39,7 +39,7 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
-from gpt_pretrain.rules.gate import Job, check_command
+from gpt_pretrain.rules.jobs import Job, check_command
 
 # Hydra's option that is not supported, and never offered.
 _REFUSED = "--experimental-rerun"

@@ -56,7 +56,7 @@ from gpt_pretrain.report.console import console_of_width
 # These load Hydra, as training does; reading finished runs does without.
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.rules.gate import Job
+    from gpt_pretrain.rules.jobs import Job
 
 FAILED, GATE_MISSED = 1, 4
 # Of a line in a log; a terminal has its own width.

@@ -32,7 +32,7 @@ from gpt_pretrain.report.columns import format_duration, format_loss, format_rat
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.report.records import TrainRecord
-from gpt_pretrain.rules.gate import check_command
+from gpt_pretrain.rules.jobs import check_command
 
 # Folders for the task and the output of each start, and the file with the number of a run's Slurm job.
 _STARTS, _JOB, _PLATFORM = "starts", "job", "platform"

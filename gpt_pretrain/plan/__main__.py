@@ -24,7 +24,7 @@ from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.plan.machine import planned_problems, platform_problems
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:

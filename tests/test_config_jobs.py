@@ -15,7 +15,7 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
 from tests.launching import REPOSITORY, run_ranks
 
