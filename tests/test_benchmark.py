@@ -17,7 +17,8 @@ from rich.console import Console
 from torch.autograd import DeviceType
 
 from gpt_pretrain.benchmark.__main__ import main
-from gpt_pretrain.benchmark.document import (
+from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
+from gpt_pretrain.benchmark.report import (
     Benchmark,
     benchmark_document,
     benchmark_markdown,
@@ -27,7 +28,6 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
 from gpt_pretrain.benchmark.results import (
     IDLE,
     Forecast,

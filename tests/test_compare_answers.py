@@ -11,13 +11,13 @@ from rich.console import Console
 from gpt_pretrain.compare.__main__ import print_comparison
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
 from gpt_pretrain.compare.comparability import IDENTITY
-from gpt_pretrain.compare.document import Comparison, Curve, Gate, Interval, Setting
+from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
 from gpt_pretrain.compare.statistics import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 
 NO_DEMANDS = {"max_loss_gap": None, "min_speedup": None}
 

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.text import Text
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.compare.document import load_comparison
+from gpt_pretrain.compare.comparison import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
 from gpt_pretrain.compare.training import Progress
 from gpt_pretrain.config.errors import ConfigError, UserError
@@ -26,7 +26,7 @@ from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_
 from gpt_pretrain.report.records import Fp8Record, StartRecord
 from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import forked_python
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 from tests.test_compare_logs import summary, train_record
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"

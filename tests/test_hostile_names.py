@@ -9,7 +9,7 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.benchmark.document import benchmark_markdown
+from gpt_pretrain.benchmark.report import benchmark_markdown
 from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.compare.__main__ import FinishedRuns
 from gpt_pretrain.config.errors import list_argument, override_word, shell_word, visible

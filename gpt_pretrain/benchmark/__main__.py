@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.document import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
+from gpt_pretrain.benchmark.report import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
 from gpt_pretrain.benchmark.results import (
     Forecast,
     Machine,

@@ -41,7 +41,7 @@ from rich.text import Text
 
 from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
-from gpt_pretrain.compare.document import Comparison, save_comparison
+from gpt_pretrain.compare.comparison import Comparison, save_comparison
 from gpt_pretrain.compare.page import table_of_variants, write_page
 from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError, visible

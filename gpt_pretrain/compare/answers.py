@@ -15,8 +15,7 @@ from decimal import Decimal
 from statistics import fmean
 
 from gpt_pretrain.compare.comparability import find_differences, find_obstacles, find_unchecked
-from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     VERSION,
     Answer,
     Comparison,
@@ -30,6 +29,7 @@ from gpt_pretrain.compare.document import (
     RunRecord,
     TimeToLoss,
 )
+from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
 from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import GateConfig

@@ -7,7 +7,7 @@ not state counts as equal, and the comparison says so.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-from gpt_pretrain.compare.document import Difference, Obstacle, RunRecord
+from gpt_pretrain.compare.comparison import Difference, Obstacle, RunRecord
 
 # Losses are comparable if these agree: the data, the batch, the unit of the loss, and the model.
 IDENTITY: Mapping[str, tuple[str, ...]] = {

@@ -17,7 +17,7 @@ from importlib.resources import files
 from pathlib import Path
 
 from gpt_pretrain.compare.answers import format_speedup
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     FILE_NAME,
     Answer,
     Comparison,

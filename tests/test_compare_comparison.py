@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     VERSION,
     Answer,
     Comparison,
