@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config import own
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
@@ -27,7 +28,6 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
 # Keys that configurations of earlier versions lack, with the values that keep their models; null leaves kernels and the
