@@ -12,7 +12,7 @@ from gpt_pretrain.compare.__main__ import print_comparison
 from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
 from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
-from gpt_pretrain.compare.statistics import t_quantile
+from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import Fp8Record

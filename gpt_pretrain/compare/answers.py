@@ -30,7 +30,7 @@ from gpt_pretrain.compare.comparison import (
     TimeToLoss,
 )
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
-from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
+from gpt_pretrain.compare.intervals import CONFIDENCE, NUM_BATCHES
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import GateConfig
 
