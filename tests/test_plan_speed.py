@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.plan.kernels import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
+from gpt_pretrain.plan.kernel_times import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
