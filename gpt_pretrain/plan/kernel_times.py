@@ -15,7 +15,7 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.machine import EFFICIENCY
-from gpt_pretrain.plan.stages import passage
+from gpt_pretrain.plan.stages import token_dispatch
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.run.recipes import Recipe
@@ -110,7 +110,7 @@ def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = passage(model, layer).passes(used_features(spec.kernels))
+    passes = token_dispatch(model, layer).passes(used_features(spec.kernels))
     return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 

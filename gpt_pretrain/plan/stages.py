@@ -203,7 +203,7 @@ def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
+class TokenDispatch:
     """How rows get to their experts and back, in one layer and microbatch of one rank."""
 
     choices: int
@@ -231,11 +231,11 @@ class Passage:
         return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
 
 
-def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
+def token_dispatch(model: ModelConfig, layer: Sequence[Linear]) -> TokenDispatch:
     """How rows get to the experts of a layer that `on_rank` returned."""
     qkv, *_, fc1, _ = layer
     exchanged = model.expert_model_parallel_size * expert_tensor_parallel_size(model) > 1
-    return Passage(
+    return TokenDispatch(
         choices=model.moe_router_topk,
         sent=qkv.local_tokens * model.moe_router_topk,
         received=fc1.tokens * fc1.count,
@@ -359,7 +359,7 @@ def passing_bytes(spec: RunSpec, layer: Sequence[Linear]) -> float:
     its kept output.
     """
     *_, fc1, fc2 = layer
-    way, element, hidden = passage(spec.model, layer), element_bytes(spec), spec.model.hidden_size
+    way, element, hidden = token_dispatch(spec.model, layer), element_bytes(spec), spec.model.hidden_size
     rows = way.received
     row = rows * hidden * element
     inner, cast = rows * fc2.in_features, fc1.precision == "fp8"
