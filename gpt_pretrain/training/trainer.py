@@ -178,7 +178,7 @@ class Trainer:
         self._newest = result
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
-        self._settle(self._saver.poll())
+        self._log_saves(self._saver.poll())
         if self._proofs.problem is not None:
             self._end_unproven(self._proofs.problem)
         return result
@@ -250,11 +250,11 @@ class Trainer:
         )
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
-            self._settle(self._saver.wait())
+            self._log_saves(self._saver.wait())
             outcomes = self._saver.save(progress, by_clock=by_clock)
-        self._settle(outcomes)
+        self._log_saves(outcomes)
 
-    def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
+    def _log_saves(self, outcomes: Sequence[SaveOutcome]) -> None:
         """Logs saves that have ended; raises a RunError if one failed and `checkpoint.on_save_error` is stop."""
         for outcome in outcomes:
             self._save_problem = outcome.problem
@@ -276,7 +276,7 @@ class Trainer:
     def _wait_for_save(self) -> None:
         with self._watchdog.busy("waiting for a checkpoint"):
             outcomes = self._saver.wait()
-        self._settle(outcomes)
+        self._log_saves(outcomes)
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
