@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from gpt_pretrain.compare.__main__ import print_comparison
-from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
+from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
 from gpt_pretrain.compare.comparability import IDENTITY
 from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
 from gpt_pretrain.compare.intervals import t_quantile
@@ -370,9 +370,11 @@ def test_the_tensors_that_fp8_treats_worst_come_first():
         Fp8Record(step=1, tensors=(tensor(0, 0.0, 0.5), tensor(1, 0.1, 0.0), tensor(2, None, 0.6)), warnings=()),
         Fp8Record(step=2, tensors=(tensor(0, 0.0, 0.7), tensor(1, 0.3, 0.0), tensor(2, None, 0.7)), warnings=()),
     ]
-    hurts = find_hurts([synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))])
+    hurts = out_of_range_tensors(
+        [synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))]
+    )
     assert hurts == []
-    hurts = find_hurts([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
+    hurts = out_of_range_tensors([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
     assert [(hurt.layer.split(".")[2], hurt.saturated, hurt.flushed) for hurt in hurts] == [
         ("1", pytest.approx(0.2), 0.0),
         ("2", None, pytest.approx(0.65)),

@@ -14,8 +14,8 @@ from gpt_pretrain.compare.comparison import (
     Figures,
     GapCurve,
     Gate,
-    Hurt,
     Interval,
+    OutOfRangeTensor,
     RunRecord,
     Setting,
     TimeToLoss,
@@ -70,7 +70,7 @@ ANSWER = Answer(
     ),
     throughput_ratio=1.3,
 )
-HURT = Hurt(layer="decoder.layers.0.mlp.linear_fc1", tensor="input", saturated=None, flushed=0.5)
+HURT = OutOfRangeTensor(layer="decoder.layers.0.mlp.linear_fc1", tensor="input", saturated=None, flushed=0.5)
 COMPARISON = Comparison(
     version=VERSION,
     date="2026-11-23",

@@ -21,11 +21,11 @@ from gpt_pretrain.compare.comparison import (
     Comparison,
     Figures,
     Gate,
-    Hurt,
     Interval,
     Judgement,
     NoiseSource,
     Obstacle,
+    OutOfRangeTensor,
     RunRecord,
     TimeToLoss,
 )
@@ -243,7 +243,7 @@ def _figures(runs: Sequence[RunRecord]) -> Figures:
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib is not None), default=None),
         skipped_steps=sum(skipped) if skipped else None,
         fp8_share=_mean([run.fp8_share for run in runs]),
-        hurts=tuple(find_hurts(runs)),
+        hurts=tuple(out_of_range_tensors(runs)),
     )
 
 
@@ -253,13 +253,13 @@ def _last_loss(run: RunRecord) -> float | None:
     return fmean(losses) if losses else None
 
 
-def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
+def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
     """The tensors that saturate most, and among equals flush most, by their means over steps and runs."""
     by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
     for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
         by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
     hurts = [
-        Hurt(
+        OutOfRangeTensor(
             layer=layer,
             tensor=tensor,
             saturated=_mean([saturated for saturated, _ in shares]),

@@ -126,7 +126,7 @@ class Interval(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hurt(JsonObject):
+class OutOfRangeTensor(JsonObject):
     """How FP8 treats one tensor: means over the logged steps of all runs of a variant."""
 
     layer: str
@@ -153,7 +153,7 @@ class Figures(JsonObject):
     skipped_steps: int | None
     """Sum over the runs."""
     fp8_share: float | None
-    hurts: tuple[Hurt, ...]
+    hurts: tuple[OutOfRangeTensor, ...]
     """The tensors that FP8 treats worst, worst first; empty without statistics."""
 
 
