@@ -158,7 +158,7 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class PlannedProduct:
     """One product [m, k] · [k, n] of one GPU and microbatch, in one or more layers."""
 
     layers: str
@@ -219,10 +219,10 @@ def _precision(spec: RunSpec, phase: str, *, fp8: bool) -> str:
     return f"FP8 {forward if phase == 'forward' else gradient}·{forward}"
 
 
-def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
+def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[PlannedProduct]:
     first = same[0]
     for gemm in gemms(first):
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges([linear.layer for linear in same]) if first.layer >= 0 else "",
             module=first.kind,
             phase=gemm.phase,
@@ -237,7 +237,7 @@ def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
         )
 
 
-def _attention_products(spec: RunSpec) -> Iterator[Product]:
+def _attention_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """q·kᵀ and p·v forward; the gradients of q, k, v, p and the scores once more backward. Causal: half is computed."""
     model = spec.model
     sequence, part = model.encoder_seq_length, model.encoder_seq_length // model.context_parallel_size
@@ -253,7 +253,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
     }
     for (name, phase), (m, n, k, times) in shapes.items():
         count = model.micro_batch_size * heads * times
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges(list(range(model.num_layers))),
             module=f"attention {name}",
             phase=phase,
@@ -268,7 +268,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
         )
 
 
-def plan_products(spec: RunSpec) -> Iterator[Product]:
+def plan_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
     *in_layers, head = spec.linears
     # Equal layers with the same reasons stay together, in the order in which they first appear.

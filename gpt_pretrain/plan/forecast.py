@@ -13,7 +13,7 @@ from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interv
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
-from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
+from gpt_pretrain.plan.effective import PlannedProduct, Setting, effective_settings, plan_products
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
@@ -208,7 +208,7 @@ class Plan:
     spec: RunSpec
     gpu: Gpu
     settings: tuple[Setting, ...]
-    products: tuple[Product, ...]
+    products: tuple[PlannedProduct, ...]
     num_parameters: int
     """Of the whole model; tied embeddings counted once."""
     memory: MemoryForecast
