@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
@@ -156,7 +156,7 @@ def build_trainable(config: Config) -> Trainable:
 
 def save(directory: Path, config: Config, trainable: Trainable, data: Mapping[str, str]) -> Path:
     """Saves as a run does, on every rank."""
-    progress = Progress(step=1, consumed_samples=8)
+    progress = TrainingProgress(step=1, consumed_samples=8)
     with CheckpointSaver(directory / "checkpoints", trainable, config, data) as saver:
         (outcome,) = saver.save(progress)
     assert outcome.problem is None

@@ -44,7 +44,7 @@ State = Literal["finished", "failed", "waiting"]
 """What became of a run; waiting: its Slurm job runs or is queued."""
 
 
-class Progress:
+class ProgressLine:
     """Shows which run trains and when it and all runs will be done: one redrawn line, in a log one line per minute."""
 
     def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
@@ -137,7 +137,7 @@ def train_variants(
         if submission is None:
             runs = _refused_here(runs, source, overrides, run_dir)
         _tell_left_out(runs, console)
-        progress = Progress(runs, console)
+        progress = ProgressLine(runs, console)
         try:
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
@@ -190,7 +190,7 @@ def _next_folder(place: Path) -> Path:
 
 
 def _train(
-    runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: Progress, submission: Submission | None
+    runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: ProgressLine, submission: Submission | None
 ) -> list[tuple[PlannedRun, State]]:
     trained = []
     for number, run in enumerate(runs, start=1):

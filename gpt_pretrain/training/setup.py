@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import remove_unfinished
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OnSaveError
@@ -41,7 +41,7 @@ class Setup:
     start: Start | None
     """The checkpoint that it resumes or takes its weights from; None for a fresh start."""
     trainable: Trainable
-    progress: Progress
+    progress: TrainingProgress
     notes: Sequence[str]
     """Differences from the checkpoint, for the user."""
     fp8_digests: Mapping[str, str] | None
@@ -71,7 +71,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-    restored = Restored(progress=Progress(step=0, consumed_samples=0), notes=())
+    restored = Restored(progress=TrainingProgress(step=0, consumed_samples=0), notes=())
     if start is not None:
         load = load_weights if start.weights_only else load_checkpoint
         restored = load(start.checkpoint, trainable, config, corpus.fingerprints)
