@@ -7,7 +7,7 @@ not state counts as equal, and the comparison says so.
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePath
 
-from gpt_pretrain.compare.comparison import Difference, Obstacle, RunRecord
+from gpt_pretrain.compare.comparison import ConfigDifference, Obstacle, RunRecord
 
 # Losses are comparable if these agree: the data, the batch, the unit of the loss, and the model.
 IDENTITY: Mapping[str, tuple[str, ...]] = {
@@ -82,12 +82,12 @@ def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
     ]
 
 
-def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+def find_differences(runs: Sequence[RunRecord]) -> list[ConfigDifference]:
     """The settings, except seeds, that have several values among the runs that state them."""
     settings = [_settings_of(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key != SEED]
     return [
-        Difference(key=key, values=tuple(each.get(key, "") for each in settings))
+        ConfigDifference(key=key, values=tuple(each.get(key, "") for each in settings))
         for key in keys
         if len({_comparable(key, each[key]) for each in settings if key in each}) > 1
     ]

@@ -108,7 +108,7 @@ class Obstacle(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference(JsonObject):
+class ConfigDifference(JsonObject):
     """A key in which configurations differ, obstacles included."""
 
     key: str
@@ -235,7 +235,7 @@ class Comparison(JsonObject):
     runs: tuple[RunRecord, ...]
     """The baseline's first."""
     obstacles: tuple[Obstacle, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[ConfigDifference, ...]
     unchecked: tuple[str, ...]
     """What is unknown of data, batch, tokenizer and model, in words."""
     figures: tuple[Figures, ...]

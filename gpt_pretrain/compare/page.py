@@ -21,7 +21,7 @@ from gpt_pretrain.compare.comparison import (
     FILE_NAME,
     Answer,
     Comparison,
-    Difference,
+    ConfigDifference,
     Figures,
     Interval,
     RunRecord,
@@ -266,7 +266,7 @@ def _appendix(comparison: Comparison) -> Iterator[str]:
     yield "</details>\n"
 
 
-def _values(comparison: Comparison, difference: Difference, variant: str) -> str:
+def _values(comparison: Comparison, difference: ConfigDifference, variant: str) -> str:
     """The values that a variant's runs have, each once."""
     runs = zip(comparison.runs, difference.values, strict=True)
     return ", ".join(dict.fromkeys(value or UNKNOWN for run, value in runs if run.variant == variant))
