@@ -51,7 +51,7 @@ _SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp1
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """One sentence on a plan."""
 
     label: str
@@ -64,15 +64,15 @@ class Verdict:
         return f"{self.label}: {self.text}"
 
 
-def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> Verdict:
+def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> PlanVerdict:
     """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
     where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
     if memory.needed_gib <= gpu.memory_gib:
         share = memory.needed_gib / gpu.memory_gib
         tight = "; that is close, so watch the first steps" if share > CLOSE else ""
-        return Verdict("Memory", f"fits, with {used}{where}{tight}.")
-    return Verdict("Memory", f"DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}.", is_bad=True)
+        return PlanVerdict("Memory", f"fits, with {used}{where}{tight}.")
+    return PlanVerdict("Memory", f"DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}.", is_bad=True)
 
 
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
@@ -86,11 +86,11 @@ def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
     return f"Ways out: a smaller model, or several changes; {less}"
 
 
-def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
+def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> PlanVerdict:
     """Whether FP8 pays."""
     bf16, fp8, ratio = speed.bf16, speed.fp8, speed.ratio
     if fp8 is None or ratio is None:
-        return Verdict("FP8", f"would be refused here: {speed.problem}")
+        return PlanVerdict("FP8", f"would be refused here: {speed.problem}")
     saved = bf16.seconds["GEMMs"] - fp8.seconds["GEMMs"]
     overhead = sum(fp8.seconds.get(name, 0.0) for name in ("FP8 casts", "FP8 parameters"))
     share = bf16.seconds["GEMMs"] / bf16.step_s
@@ -103,17 +103,17 @@ def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
         why += f"; the GPU waits {_ms(waits)} for the host to launch many small kernels; larger microbatches need fewer"
     if ratio >= WORTHWHILE:
         pays = "pays" if is_on else f"would pay (fp8={speed.fp8_recipe})"
-        return Verdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")
+        return PlanVerdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")
     advice = "use fp8=none, or larger layers or microbatches" if is_on else "stay with BF16"
     text = f"{'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
-    return Verdict("FP8", text, is_bad=True)
+    return PlanVerdict("FP8", text, is_bad=True)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _experts_verdict(model: ModelConfig, run: Speed | None) -> Verdict:
+def _experts_verdict(model: ModelConfig, run: Speed | None) -> PlanVerdict:
     """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated only on {CALIBRATED_ON}, on no other model or machine"]
@@ -128,7 +128,7 @@ def _experts_verdict(model: ModelConfig, run: Speed | None) -> Verdict:
         told.append(
             f"{_ms(waits)} of a step are waits for the host, and without them a GPU would reach {alone:,.0f} tokens/s"
         )
-    return Verdict("Experts", f"{'; '.join(told)}.")
+    return PlanVerdict("Experts", f"{'; '.join(told)}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,17 +149,17 @@ class CheckpointForecast:
     """`describe_saves`."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> PlanVerdict:
         """On the run's checkpoints."""
         if not self.saves:
-            return Verdict("Checkpoints", "NONE is written.", is_bad=True)
+            return PlanVerdict("Checkpoints", "NONE is written.", is_bad=True)
         size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
         cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
         if self.write_s:
             cost += f" and is on a local disk {format_seconds(self.write_s)} later"
         percent = None if self.time_share is None else format_amount(100 * self.time_share)
         share = "" if percent is None else f"; those by the clock take {percent}% of the time"
-        return Verdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
+        return PlanVerdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
 
 
 def _clock_interval_s(config: Config) -> float | None:
@@ -216,7 +216,7 @@ class Plan:
     flops_per_token: float
     speed: SpeedForecast | None
     """None where no measurement supports a prediction."""
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PlanVerdict, ...]
     """What a person should know before starting the run, the most important first."""
 
     @property
@@ -234,9 +234,9 @@ def build_plan(config: Config) -> Plan:
     verdicts = [_memory_verdict(memory, gpu, spec)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
-        verdicts.append(Verdict("Speed", _EMULATED))
+        verdicts.append(PlanVerdict("Speed", _EMULATED))
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
-        verdicts.append(Verdict("Speed", _ON_LOCAL_LAYERS))
+        verdicts.append(PlanVerdict("Speed", _ON_LOCAL_LAYERS))
     else:
         speed = forecast_speed(spec, gpu)
         verdicts.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
