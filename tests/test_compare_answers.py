@@ -370,12 +370,12 @@ def test_the_tensors_that_fp8_treats_worst_come_first():
         Fp8Record(step=1, tensors=(tensor(0, 0.0, 0.5), tensor(1, 0.1, 0.0), tensor(2, None, 0.6)), warnings=()),
         Fp8Record(step=2, tensors=(tensor(0, 0.0, 0.7), tensor(1, 0.3, 0.0), tensor(2, None, 0.7)), warnings=()),
     ]
-    hurts = out_of_range_tensors(
+    found = out_of_range_tensors(
         [synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))]
     )
-    assert hurts == []
-    hurts = out_of_range_tensors([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
-    assert [(hurt.layer.split(".")[2], hurt.saturated, hurt.flushed) for hurt in hurts] == [
+    assert found == []
+    found = out_of_range_tensors([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
+    assert [(each.layer.split(".")[2], each.saturated, each.flushed) for each in found] == [
         ("1", pytest.approx(0.2), 0.0),
         ("2", None, pytest.approx(0.65)),
         ("0", 0.0, pytest.approx(0.6)),

@@ -1,4 +1,4 @@
-"""The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
+"""The checks of a command line in process: what is collected into one error, and which Hydra features work."""
 
 import dataclasses
 import os
@@ -287,7 +287,7 @@ def test_a_configuration_of_an_earlier_version_is_repeated(repeated):
     assert repeated(path.read_text()) == load_saved_config(path)
 
 
-def test_a_saved_run_passes_the_same_gate(tmp_path):
+def test_a_saved_run_passes_the_same_checks(tmp_path):
     saved = config_to_yaml(load_config([]))
     arguments = ("--config-dir", str(tmp_path), "--config-name", "config")
     (tmp_path / "config.yaml").write_text(saved)

@@ -1,6 +1,6 @@
 """Saves checkpoints beside the training loop, which stalls only while its state is copied.
 
-    save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
+    save()  plan who writes what → space on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
 megatron-core and torch plan which parts a rank holds, and which of the ranks with the same part writes it

@@ -22,7 +22,7 @@ from gpt_pretrain.config.errors import ConfigError, written
 from gpt_pretrain.config.keys import Key, did_you_mean, is_known, nearest_name, schema_sections, section_keys
 
 _BOLD, _DIM, _CYAN = 1, 2, 36
-# A narrower terminal breaks lines itself: the names of groups leave no room to wrap.
+# A narrower terminal breaks the lines by itself: the names of groups leave no width to wrap.
 _NARROWEST = 40
 _OPTIONS = """\
 --help, -h               this text, with the values the other arguments give

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 FAILED, GATE_MISSED = 1, 4
 # Of a line in a log; a terminal has its own width.
 _WIDTH = 120
-_NUM_HURTS = 3
+_NUM_TENSORS = 3
 _STYLES = {
     "as_good": "bold green",
     "better": "bold green",
@@ -146,9 +146,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     for figures in comparison.figures:
-        for hurt in figures.hurts[:_NUM_HURTS]:
-            shares = f"{format_share(hurt.saturated)} saturated, {format_share(hurt.flushed)} flushed to zero"
-            say(f"{figures.variant}: {hurt.layer} {hurt.tensor}: {shares}", "dim")
+        for tensor in figures.hurts[:_NUM_TENSORS]:
+            shares = f"{format_share(tensor.saturated)} saturated, {format_share(tensor.flushed)} flushed to zero"
+            say(f"{figures.variant}: {tensor.layer} {tensor.tensor}: {shares}", "dim")
     for answer in comparison.answers:
         say(answer.sentence, _STYLES[answer.judgement])
         for reason in answer.reasons:

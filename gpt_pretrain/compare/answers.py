@@ -36,7 +36,7 @@ from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
-_NUM_HURTS = 10
+_NUM_TENSORS = 10
 
 METHODS = (
     f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "
@@ -258,7 +258,7 @@ def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
     by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
     for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
         by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
-    hurts = [
+    tensors = [
         OutOfRangeTensor(
             layer=layer,
             tensor=tensor,
@@ -267,7 +267,7 @@ def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
         )
         for (layer, tensor), shares in by_tensor.items()
     ]
-    return sorted(hurts, key=lambda hurt: (hurt.saturated or 0.0, hurt.flushed), reverse=True)[:_NUM_HURTS]
+    return sorted(tensors, key=lambda each: (each.saturated or 0.0, each.flushed), reverse=True)[:_NUM_TENSORS]
 
 
 def gate_problems(config: GateConfig) -> Iterator[str]:

@@ -183,14 +183,14 @@ def _tables(comparison: Comparison) -> Iterator[str]:
     yield f"<h2>Against {escape(comparison.baseline)}</h2>\n"
     yield _table(*table_of_variants(comparison))
     yield f'<p class="soft">Intervals: {100 * comparison.confidence:g}% confidence.</p>\n'
-    hurts = [
-        (figures.variant, hurt.layer, hurt.tensor, format_share(hurt.saturated), format_share(hurt.flushed))
+    tensors = [
+        (figures.variant, each.layer, each.tensor, format_share(each.saturated), format_share(each.flushed))
         for figures in comparison.figures
-        for hurt in figures.hurts
+        for each in figures.hurts
     ]
-    if hurts:
+    if tensors:
         yield "<h2>Where FP8 hurts</h2>\n"
-        yield _table(["variant", "layer", "tensor", "saturated", "flushed to zero"], hurts, "words")
+        yield _table(["variant", "layer", "tensor", "saturated", "flushed to zero"], tensors, "words")
 
 
 def _plots(comparison: Comparison) -> Iterator[str]:

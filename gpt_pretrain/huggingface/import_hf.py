@@ -92,7 +92,7 @@ def import_hf(source: Path, out: Path) -> str:
 
     Raises:
         UserError: The directory does not hold a model of a known architecture, this application would compute it
-            otherwise, tensors are missing or of another shape, or there is no room for the checkpoint.
+            otherwise, tensors are missing or of another shape, or there is no space for the checkpoint.
     """
     source, out = source.absolute(), out.absolute()
     check_new_directory(out)

@@ -35,7 +35,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """
     for job in jobs:
         check_run_dir(job.config)
-    # Tables take a while to load: not before the gate has let the command line through.
+    # Tables take a while to load: not before the command line is accepted.
     from gpt_pretrain.plan.document import WIDTH, print_plan, write_plan
     from gpt_pretrain.plan.forecast import build_plan
     from gpt_pretrain.report.console import console_of_width

@@ -1,13 +1,13 @@
-"""The gate: finds everything wrong with a configuration before torch is imported, and reports it at once.
+"""The jobs of a command line: everything wrong with them is found before torch is imported, and reported at once.
 
-Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The gate therefore
+Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. So this module
 
 1. checks the keys on the command line before Hydra sees them;
 2. lets Hydra compose the legal ones, and checks the keys of every YAML file involved;
 3. reads every value as its type (`config.load`);
 4. runs the cross-field rules, unless something was refused: they would blame the rest for what is missing.
 
-All jobs of a sweep pass it before the first one starts.
+All jobs of a sweep are checked before the first one starts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
