@@ -53,7 +53,7 @@ class Task:
         """The run's configuration."""
         config_dir = None if self.config_dir is None else Path(self.config_dir)
         source = Source(config_name=self.config_name, config_path=Path(self.config_path), config_dir=config_dir)
-        # A process of its own: it imports what the benchmark's did.
+        # A new process imports the extensions that the benchmark's process imported.
         extended_loader(self.overrides, source)
         return load_config(self.overrides, source)
 
@@ -69,7 +69,7 @@ class Outcome[Result]:
     results: tuple[Result, ...] = ()
     """One per rank, rank 0 first; empty if the task failed."""
     problem: str | None = None
-    """Why it failed, from the rank that failed first."""
+    """Why the task failed, from the rank that failed first."""
 
 
 def run_task[Result: JsonObject](

@@ -57,9 +57,9 @@ class Request:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs the command rather than shows something."""
+        """Whether the command line runs the command rather than shows something."""
         options = self.options
-        # What --cfg and --info show may be incomplete, and no rules check it.
+        # A configuration that --cfg and --info show may be incomplete, and no rules check it.
         return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
 
     @property
@@ -118,7 +118,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
-        # Hydra would resolve it relative to this file, not to the working directory.
+        # Hydra would resolve the path relative to this file, not to the working directory.
         options.config_path = str(Path(options.config_path).resolve())
     source = Source(
         config_name=options.config_name or "config",

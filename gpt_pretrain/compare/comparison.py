@@ -56,7 +56,7 @@ class Setting(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord(JsonObject):
-    """One run, as it was read."""
+    """One run, as read from its directory or its log."""
 
     name: str
     """Unique: the variant, and the seed if the variant has several runs."""

@@ -158,7 +158,7 @@ class _Files(ConfigRepository):
         return None if path.is_relative_to(find_conf_dir()) else path
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        # A composition changes what it merges.
+        # A composition changes the files that it merges.
         file = self.read(config_path)
         return None if file is None else file.copy()
 
@@ -262,7 +262,7 @@ class Loader(ConfigLoaderImpl):
             _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
         merged = _MERGED[files].copy()
         for group, values in own.default_values().items():
-            # Anything but keys is refused when it is read.
+            # A value in place of the group is refused when the configuration is read.
             if group not in merged or OmegaConf.is_dict(merged[group]):
                 merged[group] = OmegaConf.merge(values, merged.get(group, {}))
         if self.saved is not None:

@@ -64,11 +64,11 @@ ALIGNMENT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key and what becomes of it."""
+    """One key, its value and the fields that it sets."""
 
     key: str
     requested: str
-    """As it would be written in YAML."""
+    """The value as YAML has it."""
     effective: Mapping[str, str]
     """Field of megatron-core's configs, or of the local layers, and its value; empty where nothing reads it."""
     inert: str
@@ -174,7 +174,7 @@ class PlannedProduct:
     precision: str
     """"FP8" with its formats, "BF16" or "FP32"."""
     reason: str
-    """Why it is not in FP8; empty where it is."""
+    """Why the product is not in FP8; empty for one that is."""
     shape_problem: str
     """Which dimension FP8 cannot take, with the nearest values that it can; empty where it takes all."""
     flops: int

@@ -55,10 +55,10 @@ class PlanVerdict:
     """One sentence on a plan."""
 
     label: str
-    """What it is about."""
+    """The subject of the sentence."""
     text: str
     is_bad: bool = False
-    """Whether it speaks against the run, or against FP8 in it."""
+    """Whether the sentence speaks against the run, or against FP8 in the run."""
 
     def __str__(self) -> str:
         return f"{self.label}: {self.text}"

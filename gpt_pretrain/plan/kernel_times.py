@@ -31,7 +31,7 @@ LINEAR_LOSS_BYTES_PER_LOGIT = 6
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
-# Width of the heads whose speed is `Efficiency.attention`; those of 64 reached 0.59 of it (GPT-2 124M).
+# Width of the heads whose speed is `Efficiency.attention`; heads of 64 reached 0.59 of that speed (GPT-2 124M).
 ATTENTION_WIDTH = 128
 # Products of an expert's two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6

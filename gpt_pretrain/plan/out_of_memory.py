@@ -41,7 +41,7 @@ class Remedy:
     """A change of the configuration, and the memory that it would need."""
 
     overrides: str
-    """As one would type it."""
+    """The change as arguments of a command line."""
     needed_gib: float
 
 

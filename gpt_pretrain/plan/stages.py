@@ -33,9 +33,9 @@ from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QK
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
-# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for it.
+# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for such a load.
 BUSIEST_EXPERT_AT_FIRST = 2.0
-# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for it.
+# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for that load.
 BUSIEST_EXPERT = 1.2
 # FP8 products take rows in multiples of this.
 _PADDED_TO = 16

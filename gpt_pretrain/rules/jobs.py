@@ -48,12 +48,12 @@ class Job:
     """One run of a command line: the only one, or one of a sweep."""
 
     overrides: tuple[str, ...]
-    """What distinguishes it from the sweep's other jobs; empty without a sweep."""
+    """What distinguishes the job from the sweep's other jobs; empty without a sweep."""
     config: Config
     composed: DictConfig
     """What Hydra composed, with its `hydra` section."""
     submission: Submission | None = None
-    """How it is submitted to Slurm; None: it runs in this process."""
+    """How the job is submitted to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
     """The arguments of Slurm's job."""
 
@@ -113,16 +113,6 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
     return problems, origins
 
 
-def _default_run_dir(composed: DictConfig) -> DictConfig:
-    """Gives a sweep's job a run directory, Hydra's sweep directory and job number, unless the user gave one."""
-    unset = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir") and composed.run_dir is None
-    if unset and HydraConfig.get().mode is RunMode.MULTIRUN:
-        merged = OmegaConf.merge(composed, {"run_dir": HydraConfig.get().runtime.output_dir})
-        assert isinstance(merged, DictConfig)
-        return merged
-    return composed
-
-
 @bounded_lookups()
 def _read_job(
     loader: Loader, lines: Sequence[str], number: int, given: frozenset[str], *, multirun: bool, complete: bool
@@ -149,13 +139,16 @@ def _read_job(
         composed.hydra.job.id = str(number)
         directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if multirun else composed.hydra.run.dir
         composed.hydra.runtime.output_dir = str(Path(directory).absolute())
-    # As Hydra's `set_config`, which copies it.
+        is_open = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir")
+        if multirun and is_open and composed.run_dir is None:
+            composed.run_dir = composed.hydra.runtime.output_dir
+    # As Hydra's `set_config`, without a copy.
     HydraConfig.instance().cfg = cast(Any, composed)
     try:
         nodes = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
         task = DictConfig(nodes, flags={"no_deepcopy_set_nodes": True})
         files = {path: file for path, file in origins.items() if path not in given}
-        config, wrong = read_config(_default_run_dir(task), origins=files, complete=complete)
+        config, wrong = read_config(task, origins=files, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
     if config is not None and not set(own.LOADED).issuperset(config.extensions):

@@ -83,7 +83,7 @@ class Proofs:
             self._is_due = self._is_on
         if not self._is_due:
             return nullcontext()
-        # Only the first step after a load starts with what was loaded, even if it is skipped.
+        # Only the first step after a load starts with the loaded state, even if that step is skipped.
         saved, self._saved = self._saved, None
         self._proof = Proof(self._trainable.model, self._trainable.optimizer, self.number, saved)
         return self._proof.watching()

@@ -66,7 +66,7 @@ def train(spec: RunSpec, after_step: AfterStep | None = None) -> EndReason:
         check_ranks_agree({**dict(flatten(config_to_dict(config))), **sources()})
         check_own_optimizer(config)
 
-        # Rank 0 alone holds it.
+        # Rank 0 alone holds the run directory.
         held: list[HeldDirectory] = []
 
         def hold_run_dir() -> Path:
@@ -139,7 +139,7 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
     config, run_dir = setup.config, setup.run_dir
     write_file(run_dir / "config.yaml", config_to_yaml(config))
     if setup.corpus.tokenizer is not None:
-        # Exporting and generating need it when the corpus is not at hand.
+        # Exporting and generating need the tokenizer when the corpus is not at hand.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
         run_dir,

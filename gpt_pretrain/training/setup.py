@@ -39,7 +39,7 @@ class Setup:
     corpus: Corpus
     run_dir: Path
     start: Start | None
-    """The checkpoint that it resumes or takes its weights from; None for a fresh start."""
+    """The checkpoint that the run resumes or takes its weights from; None for a fresh start."""
     trainable: Trainable
     progress: TrainingProgress
     notes: Sequence[str]
@@ -61,7 +61,7 @@ class Setup:
 
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
-    """Builds a run and restores its checkpoint, if any; a UserError if it cannot be used. Every rank calls it."""
+    """Builds a run and restores its checkpoint, if any; a UserError if that cannot be used. Every rank calls it."""
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     if start is not None and not start.weights_only:

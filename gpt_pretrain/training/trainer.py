@@ -33,7 +33,7 @@ type AfterStep = Callable[[int, StepResult], None]
 
 
 class Trainer:
-    """Trains a run from where it stands; `after_step` is called at the end of each step, for a benchmark's clock."""
+    """Trains a run from its last step on; `after_step` is called at the end of each step, for a benchmark's clock."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class Trainer:
         )
         self._saved_step: int | None = None
         self._save_problem: str | None = None
-        """Why the newest save failed; None if it did not."""
+        """Why the newest save failed; None if it was written."""
         self._has_frozen = False
         self._guard = self._new_guard()
         self._proofs = Proofs(
@@ -146,7 +146,7 @@ class Trainer:
         trainer = self.config.trainer
         while self.progress.step < trainer.max_steps:
             result = self._step()
-            # While the device computes: the logger waits for it.
+            # While the device computes: the logger waits for the device.
             if trainer.gc_interval and (not self._has_frozen or self._is_due(trainer.gc_interval)):
                 self._collect_garbage()
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
