@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.command import CRASH, USER_ERROR, importing_torch, print_error, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request, hydra_settings, record_sweep
@@ -27,11 +28,13 @@ from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_en
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
 from gpt_pretrain.launch.slurm import submit
-from gpt_pretrain.report.records import EndReason
 from gpt_pretrain.rules.jobs import Job
 
+if TYPE_CHECKING:
+    from gpt_pretrain.report.records import EndReason
 
-def run_job(job: Job, launch: Launch) -> EndReason:
+
+def run_job(job: Job, launch: Launch) -> "EndReason":
     """Trains one job of a checked command line and returns why it ended.
 
     Raises:
