@@ -515,4 +515,4 @@ def test_hydras_own_settings_of_a_job_hold_while_it_runs(tmp_path, monkeypatch):
 
 def test_callbacks_of_hydra_are_refused():
     (found,) = problems("+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback")
-    assert_names([found], "hydra.callbacks='mine' docs/bring_your_own.md")
+    assert_names([found], "hydra.callbacks 'mine' docs/bring_your_own.md")

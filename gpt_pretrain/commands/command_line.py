@@ -224,7 +224,8 @@ def hydra_settings(job: Job) -> Iterator[None]:
         UserError: Hydra's directory or files cannot be written.
     """
     composed, settings = job.composed, job.composed.hydra
-    directory = Path(settings.runtime.output_dir)
+    swept = settings.mode is RunMode.MULTIRUN
+    directory = Path(settings.sweep.dir, settings.sweep.subdir) if swept else Path(settings.run.dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         if settings.output_subdir is not None:
