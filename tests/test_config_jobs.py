@@ -501,11 +501,11 @@ def test_a_sweep_records_what_it_sweeps_over(tmp_path):
 
 def test_hydras_own_settings_of_a_job_hold_while_it_runs(tmp_path, monkeypatch):
     monkeypatch.delenv("OF_A_JOB", raising=False)
-    settings = ["hydra.output_subdir=.hydra", "hydra.job.chdir=true", "+hydra.job.env_set.OF_A_JOB=set"]
+    settings = ["hydra.output_subdir=.hydra", "hydra.job.chdir=true", "+hydra.job.env_set.OF_A_JOB=${hydra:job.name}"]
     (job,) = jobs("model.seed=7", f"hydra.run.dir={tmp_path}/hydra", *settings)
     before = Path.cwd()
     with hydra_settings(job):
-        assert (Path.cwd(), os.environ["OF_A_JOB"]) == (tmp_path / "hydra", "set")
+        assert (Path.cwd(), os.environ["OF_A_JOB"]) == (tmp_path / "hydra", "gpt_pretrain")
     assert (Path.cwd(), os.environ.get("OF_A_JOB")) == (before, None)
     written = {path.stem: yaml.safe_load(path.read_text()) for path in (tmp_path / "hydra/.hydra").iterdir()}
     assert written["config"]["model"]["seed"] == 7

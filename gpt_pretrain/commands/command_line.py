@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.utils import configure_log, env_override
 from hydra.errors import HydraException
 from hydra.types import RunMode
@@ -36,6 +38,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
 from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
@@ -223,6 +226,21 @@ def hydra_settings(job: Job) -> Iterator[None]:
     Raises:
         UserError: Hydra's directory or files cannot be written.
     """
+    settings = job.composed.hydra
+    # As Hydra's `set_config`, without a copy.
+    HydraConfig.instance().cfg = cast(Any, job.composed)
+    try:
+        directory = _describe_job(job)
+        configure_log(settings.job_logging, settings.verbose)
+        with env_override(settings.job.env_set), chdir(directory) if settings.job.chdir else nullcontext():
+            yield
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+@ended_at_once()
+def _describe_job(job: Job) -> Path:
+    """Makes the directory of `hydra.run.dir` or of a sweep's job, and the files of `hydra.output_subdir`, if any."""
     composed, settings = job.composed, job.composed.hydra
     swept = settings.mode is RunMode.MULTIRUN
     directory = Path(settings.sweep.dir, settings.sweep.subdir) if swept else Path(settings.run.dir)
@@ -236,11 +254,10 @@ def hydra_settings(job: Job) -> Iterator[None]:
                 OmegaConf.save(section, directory / settings.output_subdir / f"{name}.yaml")
     except OSError as error:
         raise _unwritable(error, settings, "hydra.run.dir", "hydra.output_subdir") from error
-    configure_log(settings.job_logging, settings.verbose)
-    with env_override(settings.job.env_set), chdir(directory) if settings.job.chdir else nullcontext():
-        yield
+    return directory
 
 
+@ended_at_once()
 def record_sweep(request: Request) -> None:
     """Writes the composition of a sweep, with what it sweeps over, to `multirun.yaml` in its directory.
 
