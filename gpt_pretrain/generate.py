@@ -15,7 +15,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.commands.command import importing_torch, run_with_arguments
 from gpt_pretrain.config.errors import ConfigError, UserError, visible
 from gpt_pretrain.config.facts import key
 from gpt_pretrain.launch.ranks import read_launch

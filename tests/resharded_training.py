@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress, read_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
 from gpt_pretrain.checkpoint.state import RANDOM_STATES
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
@@ -154,7 +154,7 @@ class _RecordedDataset:
         return self.dataset[index]
 
 
-def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
+def run_steps(training: Training, progress: TrainingProgress) -> dict[str, Any]:
     """Trains `STEPS` steps on the data that the application would read from there on.
 
     Returns:
@@ -190,8 +190,8 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
 def save_in(config: Config, folder: Path, layout: str) -> None:
     """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
     training = build_training_of(config)
-    run_steps(training, Progress(step=0, consumed_samples=0))
-    progress = Progress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
+    run_steps(training, TrainingProgress(step=0, consumed_samples=0))
+    progress = TrainingProgress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
     _save(training, folder / layout, progress)
     _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
@@ -234,7 +234,7 @@ def _digest(training: Training) -> str:
     return digest.hexdigest()
 
 
-def _save(training: Training, directory: Path, progress: Progress) -> None:
+def _save(training: Training, directory: Path, progress: TrainingProgress) -> None:
     config, trainable = training.config, training.trainable
     with trainable.model.gathered_parameters():
         save_checkpoint(directory, trainable, progress, config, _fingerprints(config))

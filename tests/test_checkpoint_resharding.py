@@ -16,7 +16,7 @@ from filelock import FileLock
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -267,7 +267,7 @@ def test_weights_alone_come_from_any_layout(source, target, results):
         weights = {
             entry.key: entry.data for entry in nested_values(chunk.sharded_state_dict()) if "extra" not in entry.key
         }
-    assert restored.progress == Progress(step=0, consumed_samples=0)
+    assert restored.progress == TrainingProgress(step=0, consumed_samples=0)
     saved = saved_by(source, results)
     assert weights["decoder.final_layernorm.weight"].equal(saved["decoder.final_layernorm.weight"])
     last = {key: value for key, value in weights.items() if key.startswith("decoder.layers.") and "fc1" not in key}

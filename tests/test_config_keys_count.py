@@ -17,7 +17,7 @@ from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, tran
 from gpt_pretrain.plan.effective import planned_keys
 from gpt_pretrain.rules import no_effect
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.rules.no_effect import given_without_effect, why_no_effect
 from gpt_pretrain.run.products import resolve

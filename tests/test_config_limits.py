@@ -5,8 +5,8 @@ import time
 import pytest
 
 from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.plan.__main__ import main as plan
 from tests.refusals import compose_quickly, offered
 

@@ -9,7 +9,7 @@ import pytest
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.shapes import division_problems
 from tests.refusals import Refused, check_refused
 

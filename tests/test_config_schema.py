@@ -7,6 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, TokenizerLibrary
+from gpt_pretrain.config.convert import convert
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.facts import NOT_TOLD
 from gpt_pretrain.config.keys import (
@@ -21,8 +22,7 @@ from gpt_pretrain.config.keys import (
 )
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.config.values import convert
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY
 
 # Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, and D.1 for 175B).

@@ -11,7 +11,7 @@ from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.plan.document import print_plan
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from gpt_pretrain.training.header import describe_fp8
 from tests import sabotages

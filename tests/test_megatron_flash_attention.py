@@ -10,7 +10,7 @@ import torch
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.flash_attention import FlashAttention
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of

@@ -9,7 +9,7 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import Launch, read_launch
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.rules.model import kernel_problems
 from gpt_pretrain.run.kernels import Kernels, describe_kernels

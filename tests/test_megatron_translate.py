@@ -23,7 +23,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.registry import KERNELS
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.platform import Platform
 from tests.platforms import CPU, H200, spec_of
 

@@ -13,10 +13,10 @@ from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     layer_activations,
     on_rank,
-    passage,
     passing_bytes,
     plan_stages,
     rank_load,
+    token_dispatch,
 )
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
@@ -108,7 +108,7 @@ def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
         assert even == {mean}
         assert full == {-(-mean * load // unit) * unit}
         assert load == pytest.approx(1 + (112 / (127 * 16)) ** 0.5)
-        way = passage(model, on_rank(layer, 1.0))
+        way = token_dispatch(model, on_rank(layer, 1.0))
         assert (way.sent, way.received) == (8 * layer[0].tokens, 16 * mean)
         assert (way.exchanged, way.sorted, way.padded) == (True, True, fp8 != "none")
         # Gathered and added up: 2 + 3, and again backward; sorted there and back, forward and backward: 8.

@@ -6,11 +6,11 @@ import pytest
 
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.recipes import RECIPES, Cost
-from gpt_pretrain.plan.kernels import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
+from gpt_pretrain.plan.kernel_times import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.speed import link_bytes_per_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.products import Gemm, resolve
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of

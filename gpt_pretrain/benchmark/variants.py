@@ -20,7 +20,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems, ranges
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect, unread_keys
 from gpt_pretrain.rules.overrides import parse_override, single_value

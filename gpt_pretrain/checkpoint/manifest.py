@@ -44,7 +44,7 @@ class FileDigest(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress(JsonObject):
+class TrainingProgress(JsonObject):
     """How far a run is; manifests of older checkpoints lack the fields with defaults."""
 
     step: int
@@ -69,7 +69,7 @@ class Progress(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest(Progress):
+class Manifest(TrainingProgress):
     """What a checkpoint says of itself and of the run that saved it."""
 
     time_unix: float
@@ -103,9 +103,9 @@ class Manifest(Progress):
         return isinstance(section, dict) and section.get("reset_fp8_state") is True
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """How far the run was."""
-        return Progress(**{field.name: getattr(self, field.name) for field in fields(Progress)})
+        return TrainingProgress(**{field.name: getattr(self, field.name) for field in fields(TrainingProgress)})
 
 
 def installed_versions() -> dict[str, str]:

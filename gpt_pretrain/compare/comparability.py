@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import PurePath
 
-from gpt_pretrain.compare.document import Difference, Obstacle, RunRecord
+from gpt_pretrain.compare.comparison import ConfigDifference, Obstacle, RunRecord
 from gpt_pretrain.config.facts import IDENTITIES, Identity
 from gpt_pretrain.config.keys import schema_keys
 
@@ -53,12 +53,12 @@ def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
     ]
 
 
-def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+def find_differences(runs: Sequence[RunRecord]) -> list[ConfigDifference]:
     """The settings, except seeds, that have several values among the runs that state them."""
     settings = [_settings_of(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key != SEED]
     return [
-        Difference(key=key, values=tuple(each.get(key, "") for each in settings))
+        ConfigDifference(key=key, values=tuple(each.get(key, "") for each in settings))
         for key in keys
         if len({_comparable(key, each[key]) for each in settings if key in each}) > 1
     ]

@@ -23,7 +23,7 @@ from gpt_pretrain.benchmark.variants import (
 )
 from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.comparability import identity
-from gpt_pretrain.compare.document import Role
+from gpt_pretrain.compare.comparison import Role
 from gpt_pretrain.compare.sources import numbered
 from gpt_pretrain.config.derived import data_parallel_size
 from gpt_pretrain.config.errors import ConfigError, UserError, divisors, show

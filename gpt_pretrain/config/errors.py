@@ -1,6 +1,6 @@
 """Mistakes that a user can fix: the errors, and how their messages show values and ways out.
 
-`commands.door` prints these errors without a traceback.
+`commands.command` prints these errors without a traceback.
 """
 
 import math

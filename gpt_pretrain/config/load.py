@@ -15,6 +15,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config import own
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.facts import NOT_TOLD
 from gpt_pretrain.config.files import ForeignFileError
@@ -29,7 +30,6 @@ from gpt_pretrain.config.keys import (
     unknown_key,
 )
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
 # Keys of the model that earlier versions saved, and that took no value but false.

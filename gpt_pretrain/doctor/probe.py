@@ -276,7 +276,7 @@ def _probe_application() -> Application:
 
 def _probe_application_on_gpu() -> Application:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
-    import gpt_pretrain.rules.gate
+    import gpt_pretrain.rules.jobs
     from gpt_pretrain.launch.environment import prepare_libraries
 
     prepare_libraries()

@@ -74,7 +74,7 @@ class StepCasts:
         return ~torch.isfinite(_flat([*self._amaxes, *self._histories])).all() | (self._found[0] > 0)
 
     @torch.no_grad()
-    def settle(self, skipped: torch.Tensor) -> None:
+    def restore_if_skipped(self, skipped: torch.Tensor) -> None:
         """Restores histories and scales if the step was `skipped`, a bool on the device; the host does not wait."""
         for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
             _write(torch.where(skipped, before, _flat(tensors)), tensors)

@@ -114,12 +114,12 @@ def conditional_update(
     loss_sum_and_tokens: torch.Tensor,
     found_inf: torch.Tensor,
     *,
-    settle: Callable[[torch.Tensor], None],
+    before_update: Callable[[torch.Tensor], None],
 ) -> StepResult:
     """Clips the reduced gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
     `loss_sum_and_tokens`, [2], and `found_inf`, bool [], are this rank's; the latter tells of an infinity that loss and
-    norm do not show. `settle` is called with `StepResult.skipped` before weights are written.
+    norm do not show. `before_update` is called with `StepResult.skipped` before weights are written.
     """
     optimizer.prepare_grads()
     grad_norm = _gradient_norm(optimizer)
@@ -139,7 +139,7 @@ def conditional_update(
             clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
     for inner in _inner_optimizers(optimizer):
         inner.found_inf.copy_(skipped)
-    settle(skipped)
+    before_update(skipped)
     optimizer.step_with_ready_grads()
     return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
 

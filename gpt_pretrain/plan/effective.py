@@ -61,11 +61,11 @@ def planned_keys() -> list[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key and what becomes of it."""
+    """One key, its value and the fields that it sets."""
 
     key: str
     requested: str
-    """As it would be written in YAML."""
+    """The value as YAML has it."""
     effective: Mapping[str, str]
     """Field of megatron-core's configs, or of the local layers, and its value; empty where nothing reads it."""
     inert: str
@@ -155,7 +155,7 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class PlannedProduct:
     """One product [m, k] · [k, n] of one GPU and microbatch, in one or more layers."""
 
     layers: str
@@ -171,7 +171,7 @@ class Product:
     precision: str
     """"FP8" with its formats, "BF16" or "FP32"."""
     reason: str
-    """Why it is not in FP8; empty where it is."""
+    """Why the product is not in FP8; empty for one that is."""
     shape_problem: str
     """Which dimension FP8 cannot take, with the nearest values that it can; empty where it takes all."""
     flops: int
@@ -216,10 +216,10 @@ def _precision(spec: RunSpec, phase: str, *, fp8: bool) -> str:
     return f"FP8 {forward if phase == 'forward' else gradient}·{forward}"
 
 
-def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
+def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[PlannedProduct]:
     first = same[0]
     for gemm in gemms(first):
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges([linear.layer for linear in same]) if first.layer >= 0 else "",
             module=first.kind,
             phase=gemm.phase,
@@ -234,7 +234,7 @@ def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
         )
 
 
-def _attention_products(spec: RunSpec) -> Iterator[Product]:
+def _attention_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """q·kᵀ and p·v forward; the gradients of q, k, v, p and the scores once more backward. Causal: half is computed."""
     model = spec.model
     sequence, part = model.encoder_seq_length, model.encoder_seq_length // model.context_parallel_size
@@ -250,7 +250,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
     }
     for (name, phase), (m, n, k, times) in shapes.items():
         count = model.micro_batch_size * heads * times
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges(list(range(model.num_layers))),
             module=f"attention {name}",
             phase=phase,
@@ -265,7 +265,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
         )
 
 
-def plan_products(spec: RunSpec) -> Iterator[Product]:
+def plan_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
     *in_layers, head = spec.linears
     # Equal layers with the same reasons stay together, in the order in which they first appear.

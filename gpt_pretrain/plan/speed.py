@@ -14,7 +14,7 @@ from gpt_pretrain.config.derived import num_query_groups, shards_gradients, uses
 from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
-from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
+from gpt_pretrain.plan.kernel_times import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems

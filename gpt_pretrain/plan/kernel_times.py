@@ -16,7 +16,7 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.machine import EFFICIENCY
-from gpt_pretrain.plan.stages import passage
+from gpt_pretrain.plan.stages import token_dispatch
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.run.run_spec import RunSpec
@@ -31,7 +31,7 @@ LINEAR_LOSS_BYTES_PER_LOGIT = 6
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
-# Width of the heads whose speed is `Efficiency.attention`; those of 64 reached 0.59 of it (GPT-2 124M).
+# Width of the heads whose speed is `Efficiency.attention`; heads of 64 reached 0.59 of that speed (GPT-2 124M).
 ATTENTION_WIDTH = 128
 # Products of an expert's two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6
@@ -108,7 +108,7 @@ def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = passage(model, layer).passes(used_features(spec))
+    passes = token_dispatch(model, layer).passes(used_features(spec))
     return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 

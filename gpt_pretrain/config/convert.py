@@ -1,4 +1,4 @@
-"""Values: the type that each key takes, and the conversion to it, only without loss.
+"""Converts a value to the type that its key takes, only without loss.
 
 `1e3` becomes an integer, `1` a number, "12" 12. pydantic would not make this shorter: it accepts 1 and "on" as booleans
 and enums by value, its errors would need the same sentences, and its import takes 0.25 s. OmegaConf's structured
