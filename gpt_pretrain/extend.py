@@ -28,11 +28,11 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import DataImpl, OpenChoice, OptimizerName, TokenizerLibrary
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.errors import RankError, RunError, UserError, reason, show
 from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import TYPE_NAMES, declare_section, schema_keys, schema_sections, section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.values import WrongValue, convert
 
 if TYPE_CHECKING:
     import tokenizers

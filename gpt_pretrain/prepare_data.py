@@ -14,14 +14,14 @@ Examples:
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.plan.machine import planned_problems
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:

@@ -10,6 +10,7 @@ from itertools import chain, product
 
 from omegaconf import OmegaConf
 
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import find_conf_dir
@@ -17,7 +18,6 @@ from gpt_pretrain.config.keys import Key, schema_keys
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.overrides import by_split, parse_override

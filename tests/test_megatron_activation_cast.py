@@ -15,7 +15,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
@@ -113,10 +113,9 @@ def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fuse
         ["model=gpt3_1_3b", "data=mock", "fp8=delayed", "model.num_layers=2", f"model.activation_cast_fusion={fused}"]
     )
     run = spec_of(config, H200)
-    kernels = run.kernels
-    assert kernels.transformer_engine
+    assert run.kernels.transformer_engine
     with process_groups(config.model, read_launch({}), CPU):
-        spec = layers.build_layer_spec(translate_transformer(run), kernels, LocalLayers(apex_layer_norm=False), None)
+        spec = layers.build_layer_spec(run, translate_transformer(run), LocalLayers(apex_layer_norm=False), None)
     mlps = [layer.submodules.mlp for layer in spec.layer_specs]
     assert [mlp.func.__self__ for mlp in mlps] == [mlp_class() if fused else MLP] * 2
     assert all(mlp.func.__func__ is MLP.as_mlp_submodule.__func__ for mlp in mlps)

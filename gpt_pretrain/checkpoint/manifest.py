@@ -44,7 +44,7 @@ class FileDigest(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress(JsonObject):
+class TrainingProgress(JsonObject):
     """How far a run is; manifests of older checkpoints lack the fields with defaults."""
 
     step: int
@@ -76,7 +76,7 @@ class Progress(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest(Progress):
+class Manifest(TrainingProgress):
     """What a checkpoint says of itself and of the run that saved it."""
 
     time_unix: float
@@ -110,9 +110,9 @@ class Manifest(Progress):
         return isinstance(section, dict) and section.get("reset_fp8_state") is True
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """How far the run was."""
-        return Progress(**{field.name: getattr(self, field.name) for field in fields(Progress)})
+        return TrainingProgress(**{field.name: getattr(self, field.name) for field in fields(TrainingProgress)})
 
     @property
     def sequence_length(self) -> int | None:
@@ -121,7 +121,7 @@ class Manifest(Progress):
         length = section.get("encoder_seq_length") if isinstance(section, dict) else None
         return length if type(length) is int else None
 
-    def progress_at(self, sequence_length: int) -> Progress:
+    def progress_at(self, sequence_length: int) -> TrainingProgress:
         """How far the run was, for a run whose samples have so many tokens."""
         saved, done = self.sequence_length, self.progress
         if saved is None or saved == sequence_length:

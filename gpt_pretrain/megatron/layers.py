@@ -30,7 +30,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.features.registry import used_features
-from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.run.run_spec import RunSpec
 
 # In this order: cuDNN is fastest on Hopper, and the last takes what the others refuse, also in O(s) memory.
 _BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
@@ -141,9 +141,10 @@ def leave_sorted(chunk: torch.nn.Module) -> None:
 
 
 def build_layer_spec(
-    config: TransformerConfig, kernels: Kernels, local_layers: LocalLayers, vp_stage: int | None
+    spec: RunSpec, config: TransformerConfig, local_layers: LocalLayers, vp_stage: int | None
 ) -> TransformerBlockSubmodules:
     """The layers of a model chunk, TE's or local, each with its name in the whole model."""
+    kernels = spec.kernels
     if kernels.transformer_engine:
         from megatron.core.extensions.transformer_engine import TENorm
 
@@ -152,7 +153,7 @@ def build_layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-        for feature in used_features(kernels):
+        for feature in used_features(spec):
             feature.build_into_layer(layer)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel

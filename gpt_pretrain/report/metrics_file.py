@@ -22,7 +22,6 @@ from gpt_pretrain.report.records import (
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
-    LossSpikeRecord,
     RankTimesRecord,
     Record,
     RewindRecord,
@@ -130,7 +129,6 @@ class Metrics:
     train: list[TrainRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
-    loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
     """Without those that failed."""
     fp8: list[Fp8Record] = field(default_factory=list)
@@ -156,7 +154,6 @@ _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
     SkippedStepRecord: "skipped_steps",
-    LossSpikeRecord: "loss_spikes",
     Fp8Record: "fp8",
     Fp8CoverageRecord: "fp8_proofs",
     ExpertsRecord: "experts",

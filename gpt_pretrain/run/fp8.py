@@ -9,19 +9,12 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from gpt_pretrain.config.choices import (
-    AUTO,
-    Activation,
-    AmaxComputeAlgo,
-    Fp8Backend,
-    Fp8RecipeName,
-    MoeGroupedKernel,
-)
+from gpt_pretrain.config.choices import AUTO, Activation, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName, MoeGroupedKernel
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
+from gpt_pretrain.config.recipes import RECIPES, Recipe, recipes_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
 
-# A setting that excludes what was asked for, why, and other ways out beside doing without (`rules.model.refusals`).
+# A setting that excludes what was asked for, why, and other ways out beside doing without (`config.errors.refusals`).
 type Obstacle = tuple[str, ...]
 
 # Null means one kernel for all experts of a rank from this many on, and up to this many operations in an expert's first
