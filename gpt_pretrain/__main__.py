@@ -9,100 +9,89 @@ Examples:
     python -m gpt_pretrain --config-dir my_conf --config-name my_run
     python -m gpt_pretrain --cfg job model=gpt2_124m  show keys, run nothing
 """
-# command line → gate (rules/gate.py) → Hydra → one job, or each of a sweep → training.run.train
-#                                     → sbatch for each job of a sweep with hydra/launcher=slurm
+# command line → checked jobs (commands/command.py, rules/jobs.py) → `training.run.train` for each of them
+#                                                               → sbatch for each, with hydra/launcher=slurm
 #
-# Torch is imported only after the gate has accepted the command line. docs/checkpoints.md lists a run's exit codes;
-# torchrun itself exits with 1 after any of them but 0.
+# Torch is imported only after the command line is accepted. docs/checkpoints.md lists a run's exit codes; torchrun
+# itself exits with 1 after any of them but 0.
 
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from omegaconf import DictConfig
-
-from gpt_pretrain.commands.command_line import Request, run_hydra
-from gpt_pretrain.commands.door import (
-    CRASH,
-    USER_ERROR,
-    importing_torch,
-    print_error,
-    print_job,
-    run_with_config,
-)
+from gpt_pretrain.commands.command import CRASH, USER_ERROR, importing_torch, print_error, print_job, run_with_config
+from gpt_pretrain.commands.command_line import Request, hydra_settings, record_sweep
 from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, shell_word, visible
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
-from gpt_pretrain.launch.signals import ended_at_once, ended_by_signals
 from gpt_pretrain.launch.slurm import submit
-from gpt_pretrain.rules.gate import Job, read_job
+from gpt_pretrain.rules.jobs import Job
+
+if TYPE_CHECKING:
+    from gpt_pretrain.report.records import EndReason
 
 
-def run_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-    """Runs every job of a checked command line under Hydra, and returns the largest of their exit codes.
+def run_job(job: Job, launch: Launch) -> "EndReason":
+    """Trains one job of a checked command line and returns why it ended.
 
     Raises:
-        Exception: Whatever the only job raised; a sweep tells it and goes on.
+        UserError: The machine, the data, the run directory or a checkpoint does not allow the run.
+        RunError: The run failed; with a forecast and remedies if memory ran out.
     """
-    codes: list[int] = []
-    ended: list[Exception] = []
+    with hydra_settings(job):
+        set_environment(job.config)
+        prepare_libraries()
+        with importing_torch():
+            from gpt_pretrain.features.resolve import build_run_spec, detect_platform
+            from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+            from gpt_pretrain.training.run import train
 
-    def job(composed: DictConfig) -> None:
-        print_job(len(codes), jobs)
+        spec = build_run_spec(job.config, launch, detect_platform())
         try:
-            config = read_job(composed)
-            set_environment(config)
-            prepare_libraries()
-            with importing_torch():
-                from gpt_pretrain.training.run import train
-                from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
+            return train(spec)
+        except Exception as error:
+            # A RunError has said what failed.
+            if isinstance(error, RunError) or not ran_out_of_memory(error):
+                raise
+            traceback.print_exc()
+            raise RankError(explain_out_of_memory(spec, error)) from error
 
-            with ended_by_signals():
-                reason = train(config, launch)
+
+def run_sweep(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Trains the jobs one after another, also after one that failed; returns the largest of their exit codes."""
+    record_sweep(request)
+    codes = []
+    for number, job in enumerate(jobs):
+        print_job(number, jobs)
+        try:
+            reason = run_job(job, launch)
         except (UserError, RunError) as error:
-            if request.options.multirun:
-                print_error(error)
-            else:
-                ended.append(error)
+            print_error(error)
             codes.append(USER_ERROR if isinstance(error, UserError) else CRASH)
         except Exception as error:
-            out_of_memory = None
-            # Memory may have been too short even for torch.
-            if "torch" in sys.modules:
-                from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
-
-                out_of_memory = explain_out_of_memory(config, launch, error) if ran_out_of_memory(error) else None
-            problem = out_of_memory or limit_met(error)
-            told = error if problem is None else RankError(problem)
             # A traceback tells nothing about limits other than memory: any line may meet them first.
-            if out_of_memory is not None or (problem is None and request.options.multirun):
+            if (problem := limit_met(error)) is None:
                 traceback.print_exc()
-            # What a sweep kept of an error would keep the memory of its job, too.
-            if not request.options.multirun:
-                ended.append(told)
-            elif isinstance(told, RankError):
-                print_error(told)
+            else:
+                print_error(RankError(problem))
             codes.append(CRASH)
         else:
-            if request.options.multirun and reason in ASKED_FOR:
-                # Ctrl-C and signals end the sweep, not only the job that they hit.
-                raise SystemExit(EXIT_CODES[reason])
-            codes.append(EXIT_CODES[reason])
+            from gpt_pretrain.training.stop import ASKED_FOR, EXIT_CODES
 
-    with ended_at_once():
-        run_hydra(request, job)
-    if ended:
-        # Not through Hydra, which would say something of its own.
-        raise ended[0]
+            codes.append(EXIT_CODES[reason])
+            if reason in ASKED_FOR:
+                # Ctrl-C and signals end the sweep, not only the job that they hit.
+                return EXIT_CODES[reason]
     failed = [f"  run {n + 1}: {visible(jobs[n].name)} (exit code {code})" for n, code in enumerate(codes) if code]
     if len(jobs) > 1 and failed:
         sys.stderr.write("\n".join([f"error: {len(failed)} of {len(jobs)} runs of the sweep failed", *failed]) + "\n")
     if len(jobs) > 1 and not failed:
         runs = list_argument("runs", [str(job.config.run_dir) for job in jobs])
         sys.stdout.write(f"compare them with: python -m gpt_pretrain.compare {shell_word(runs)}\n")
-    return max(codes, default=0)
+    return max(codes)
 
 
 def check_sweep(jobs: Sequence[Job], launch: Launch) -> None:
@@ -141,8 +130,8 @@ def submit_jobs(request: Request, jobs: Sequence[Job]) -> None:
         sys.stdout.flush()
 
 
-def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
-    """Runs a checked command line, or submits its jobs to Slurm; returns the exit code.
+def train_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
+    """Trains the jobs of a checked command line, or submits them to Slurm; returns the exit code.
 
     Raises:
         UserError: A run directory cannot be written, is in use or has another command's files; or Slurm, or for a sweep
@@ -158,12 +147,17 @@ def start(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
         return 0
     if len(jobs) > 1:
         check_sweep(jobs, launch)
-    return run_jobs(request, jobs, launch)
+    if request.options.multirun:
+        return run_sweep(request, jobs, launch)
+    reason = run_job(jobs[0], launch)
+    from gpt_pretrain.training.stop import EXIT_CODES
+
+    return EXIT_CODES[reason]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
-    return run_with_config(__doc__, start, arguments, name="train")
+    return run_with_config(__doc__, train_jobs, arguments, name="train")
 
 
 if __name__ == "__main__":

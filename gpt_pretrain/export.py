@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 
-from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.commands.command import importing_torch, run_with_arguments
 from gpt_pretrain.huggingface.architectures import Architecture
 
 

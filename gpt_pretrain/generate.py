@@ -15,8 +15,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 
-from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.commands.command import importing_torch, run_with_arguments
 from gpt_pretrain.config.errors import ConfigError, UserError, visible
+from gpt_pretrain.config.facts import key
 from gpt_pretrain.launch.ranks import read_launch
 
 
@@ -28,13 +29,13 @@ class GenerateArguments:
     """A checkpoint's directory, RUN_DIR/checkpoints/step_…, of any parallel layout."""
     prompt: str
     """Text to continue, taken literally."""
-    max_new_tokens: int = 160
+    max_new_tokens: int = key(default=160, largest=2**20)
     """Tokens to generate; fewer where a document ends, or the sequence length of the training."""
     temperature: float = 0.7
     """0: the likeliest token each time; otherwise the divisor of the logits."""
     top_k: int | None = None
     """Draw among this many likeliest tokens; null: among all."""
-    seed: int = 1234
+    seed: int = key(default=1234, largest=2**32 - 1)
     """Seed of the draws; sample n of several has seed + n."""
     num_samples: int = 1
     """Continuations of the same prompt."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt_pretrain.commands.door import importing_torch, run_with_arguments
+from gpt_pretrain.commands.command import importing_torch, run_with_arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

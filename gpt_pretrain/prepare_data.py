@@ -14,14 +14,14 @@ Examples:
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.plan.machine import planned_problems
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
@@ -47,7 +47,7 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         sys.stdout.write(
             f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
             f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"
-            + "".join(f"    {prefix}.bin\n" for prefix in corpus.prefixes)
+            + "".join(f"    {prefix}.bin\n" for prefix in corpus.files)
         )
 
 

@@ -23,7 +23,7 @@ from gpt_pretrain.config.errors import written
 from gpt_pretrain.config.keys import flatten, schema_keys, schema_sections
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.report import records
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

@@ -25,7 +25,7 @@ if sys.platform == "linux":
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY, SHARE_GPU
 from tests.refusals import compose_quickly
 

@@ -12,7 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from torch.distributed import distributed_c10d
 
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.schema import Config
@@ -229,7 +229,7 @@ def lay_out_anew(config: Config) -> None:
 
 
 def save_checkpoint(
-    directory: Path, trainable: Trainable, progress: Progress, config: Config, data: Mapping[str, str]
+    directory: Path, trainable: Trainable, progress: TrainingProgress, config: Config, data: Mapping[str, str]
 ) -> Path:
     """Writes a single checkpoint into a directory of checkpoints and waits for it; every rank calls it.
 

@@ -42,7 +42,9 @@ def assert_a_step_that_is_not_finite_changes_no_bit(training):
         report = compute_gradients(trainable, training.iterators(first_sample=0))
         if broken:
             training.chunks[0].decoder.layers[1].mlp.linear_fc1.weight.main_grad[3, 5] = float("inf")
-        result = conditional_update(trainable.optimizer, report, casts.met_infinity(), settle=casts.settle)
+        result = conditional_update(
+            trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
+        )
         assert result.skipped == broken
         assert all(map(torch.equal, states(training), before)) == broken
 

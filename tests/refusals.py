@@ -6,10 +6,11 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import product
+from itertools import chain, product
 
 from omegaconf import OmegaConf
 
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import find_conf_dir
@@ -17,10 +18,9 @@ from gpt_pretrain.config.keys import Key, schema_keys
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.overrides import parse_override
+from gpt_pretrain.rules.overrides import by_split, parse_override
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def compose_quickly(overrides: Iterable[str]) -> Config:
     overrides = list(overrides)
     keys = [text for text in overrides if "." in text.partition("=")[0]]
     config = pickle.loads(_composed(*(text for text in overrides if text not in keys)))
-    for text in keys:
+    for text in chain.from_iterable(map(by_split, keys)):
         override = parse_override(text)
         OmegaConf.update(config, override.key_or_group, override.value(), merge=False)
     read, problems = read_config(config)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress, read_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
 from gpt_pretrain.checkpoint.state import RANDOM_STATES
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
@@ -49,6 +49,7 @@ _RUN = (
 # So that two stages can have two chunks each.
 _DEEP = ("model.num_layers=4",)
 _BF16 = ("trainer.precision=bf16",)
+_SHARDED = "model.data_parallel_sharding_strategy=optim_grads"
 _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.init_method_std=0.2")
 # In BF16 rounding alone would send tokens to another expert: each token meets all of them.
 _BF16_EXPERTS = (*_EXPERTS, *_BF16, "model.moe_router_topk=4")
@@ -85,6 +86,12 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     ),
     "pp2_small.bf16": (2, ["parallelism=pp2", *LEAN, *SMALLEST]),
     "pp2_remainders.tied_bf16": (2, ["parallelism=pp2", "model.share_embeddings_and_output_weights=true", *LEAN]),
+    # Gradients are sharded as well.
+    "zero2": (2, ["parallelism=zero2"]),
+    "zero2_pp2": (4, ["parallelism=pp2", _SHARDED]),
+    "zero2_small.bf16": (2, ["parallelism=zero2", *LEAN, *SMALLEST]),
+    "zero2.stored_bf16": (2, ["parallelism=zero2", *_STORED]),
+    "zero2_ep2.moe": (2, ["parallelism=ep2", _SHARDED, *_EXPERTS]),
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
     # Two ranks of a distributed optimizer share each expert, and two others the attention.
@@ -147,7 +154,7 @@ class _RecordedDataset:
         return self.dataset[index]
 
 
-def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
+def run_steps(training: Training, progress: TrainingProgress) -> dict[str, Any]:
     """Trains `STEPS` steps on the data that the application would read from there on.
 
     Returns:
@@ -183,8 +190,8 @@ def run_steps(training: Training, progress: Progress) -> dict[str, Any]:
 def save_in(config: Config, folder: Path, layout: str) -> None:
     """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
     training = build_training_of(config)
-    run_steps(training, Progress(step=0, consumed_samples=0))
-    progress = Progress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
+    run_steps(training, TrainingProgress(step=0, consumed_samples=0))
+    progress = TrainingProgress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
     _save(training, folder / layout, progress)
     _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
@@ -227,7 +234,7 @@ def _digest(training: Training) -> str:
     return digest.hexdigest()
 
 
-def _save(training: Training, directory: Path, progress: Progress) -> None:
+def _save(training: Training, directory: Path, progress: TrainingProgress) -> None:
     config, trainable = training.config, training.trainable
     with trainable.model.gathered_parameters():
         save_checkpoint(directory, trainable, progress, config, _fingerprints(config))

@@ -20,7 +20,7 @@ from gpt_pretrain.fp8.casts import (
 )
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import Proof, ProofError, Proven
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, Training
 from tests.platforms import spec_of
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
@@ -19,7 +19,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 
 # Presets made small; otherwise they are what conf/model says.
 SMALL = (
@@ -156,7 +156,7 @@ def build_trainable(config: Config) -> Trainable:
 
 def save(directory: Path, config: Config, trainable: Trainable, data: Mapping[str, str]) -> Path:
     """Saves as a run does, on every rank."""
-    progress = Progress(step=1, consumed_samples=8)
+    progress = TrainingProgress(step=1, consumed_samples=8)
     with CheckpointSaver(directory / "checkpoints", trainable, config, data) as saver:
         (outcome,) = saver.save(progress)
     assert outcome.problem is None

@@ -2,7 +2,7 @@
 
 import math
 
-from gpt_pretrain.compare.document import Curve, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, RunRecord, Setting
 
 TOKENS_PER_STEP = 1000
 SHARED = {

@@ -1,4 +1,4 @@
-"""The house of DESIGN.md: which room may import which, read from the source, imports inside functions included."""
+"""Which package may import which, read from the source, imports inside functions included."""
 
 import ast
 import re
@@ -8,7 +8,7 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "gpt_pretrain"
 
-# What each room knows beside itself. `report` works on what a run leaves on disk, so it knows no live room.
+# What each package may import beside itself. `report` works on what a run leaves on disk, and needs no torch.
 KNOWS = {
     "config": set(),
     # What extensions register: whatever uses it looks it up there.
@@ -45,14 +45,14 @@ KNOWS = {
     "benchmark": {"config", "launch", "rules", "run", "features", "megatron", "fp8", "plan", "report", "training"},
     # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
     "compare": {"config", "launch", "rules", "report", "benchmark"},
-    # Asks the machine what every room above it would; nothing but its command knows the doctor.
+    # Asks the machine what the packages above would; only the command of the doctor imports the doctor.
     "doctor": {"config", "launch", "rules", "run", "features", "megatron", "plan", "training"},
 }
 # What all commands share.
 KNOWS["commands"] = {"config", "launch", "rules", "megatron"}
-# What `python -m gpt_pretrain.COMMAND` starts: a module beside the rooms, or a room's `__main__`.
+# What `python -m gpt_pretrain.COMMAND` starts: a module beside the packages, or a package's `__main__`.
 KNOWS["a command"] = set(KNOWS)
-# Rooms that must answer, or work, where torch is not loaded.
+# Packages that must answer, or work, where torch is not loaded.
 _LIVE = {"torch", "megatron", "transformer_engine"}
 WITHOUT = {"config": _LIVE, "launch": _LIVE, "rules": _LIVE, "report": _LIVE, "compare": _LIVE, "kernels": {"megatron"}}
 
@@ -67,11 +67,11 @@ def imported_modules(path, package):
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             module = ".".join(filter(None, [base, node.module]))
             yield module
-            # `from gpt_pretrain import training` names the room only here.
+            # `from gpt_pretrain import training` names the package only here.
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def room_of(path, package):
+def package_of(path, package):
     place = path.relative_to(package)
     is_command = len(place.parts) == 1 or place.name == "__main__.py"
     return "a command" if is_command else place.parts[0]
@@ -80,22 +80,22 @@ def room_of(path, package):
 def broken_arrows(package):
     found = []
     for path in sorted(package.rglob("*.py")):
-        room = room_of(path, package)
+        own = package_of(path, package)
         for module in imported_modules(path, package):
             top, _, rest = module.partition(".")
             other = rest.partition(".")[0]
-            if top == package.name and other in KNOWS and other not in {room, *KNOWS.get(room, ())}:
-                found.append(f"{path.relative_to(package)}: {room} imports {other}")
-            if top in WITHOUT.get(room, ()):
-                found.append(f"{path.relative_to(package)}: {room} imports {top}")
+            if top == package.name and other in KNOWS and other not in {own, *KNOWS.get(own, ())}:
+                found.append(f"{path.relative_to(package)}: {own} imports {other}")
+            if top in WITHOUT.get(own, ()):
+                found.append(f"{path.relative_to(package)}: {own} imports {top}")
     return sorted(set(found))
 
 
-def test_every_room_has_its_arrows_stated():
-    assert {room_of(path, PACKAGE) for path in PACKAGE.rglob("*.py")} == set(KNOWS)
+def test_every_package_has_its_imports_stated():
+    assert {package_of(path, PACKAGE) for path in PACKAGE.rglob("*.py")} == set(KNOWS)
 
 
-def test_no_arrow_of_the_house_runs_back_up():
+def test_no_package_imports_what_it_may_not():
     assert broken_arrows(PACKAGE) == []
 
 
@@ -180,7 +180,7 @@ def test_no_files_import_each_other_in_a_circle():
             "a.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from gpt_pretrain.b import B",
             "b.py": "from gpt_pretrain.a import A",
         },
-        {"room/__init__.py": "from gpt_pretrain.room.a import A", "room/a.py": "from gpt_pretrain.room import B"},
+        {"sub/__init__.py": "from gpt_pretrain.sub.a import A", "sub/a.py": "from gpt_pretrain.sub import B"},
     ],
 )
 def test_a_circle_of_files_is_found(tmp_path, files):

@@ -17,7 +17,8 @@ from rich.console import Console
 from torch.autograd import DeviceType
 
 from gpt_pretrain.benchmark.__main__ import main
-from gpt_pretrain.benchmark.document import (
+from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
+from gpt_pretrain.benchmark.report import (
     Benchmark,
     benchmark_document,
     benchmark_markdown,
@@ -27,7 +28,6 @@ from gpt_pretrain.benchmark.document import (
     table_of_rows,
     write_documents,
 )
-from gpt_pretrain.benchmark.measure import Stopwatch, longest_kernels, parts_of_a_step
 from gpt_pretrain.benchmark.results import (
     IDLE,
     Forecast,
@@ -52,7 +52,7 @@ from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from tests import platforms
 from tests.forked_runs import forked_python

@@ -20,7 +20,7 @@ from gpt_pretrain.benchmark.measure import build_bare_step
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.run import train
 
 # Half a minute of steps, and several minutes beside busy processes.
@@ -99,7 +99,7 @@ def overheads(tmp_path_factory):
     torch.set_num_threads(1)
     try:
         install_cpu_device()
-        assert train(config, launch, after_step) == "max_steps"
+        assert train(build_run_spec(config, launch, detect_platform()), after_step) == "max_steps"
     finally:
         torch.set_num_threads(threads)
     assert sum(map(len, shares.values())) == NUM_INTERVALS

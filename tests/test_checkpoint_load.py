@@ -17,14 +17,14 @@ from gpt_pretrain.checkpoint.load import (
     load_weights,
     verify_checkpoint,
 )
-from gpt_pretrain.checkpoint.manifest import Progress, read_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
 from gpt_pretrain.checkpoint.state import describe_fp8_state, keeps_fp8_state, take_extra_states
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from tests.checkpoint_files import flip
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
@@ -35,7 +35,7 @@ DISTRIBUTED = "model.use_distributed_optimizer=true"
 
 
 def save(training, folder, step, data=DATA):
-    progress = Progress(step=step, consumed_samples=4 * step)
+    progress = TrainingProgress(step=step, consumed_samples=4 * step)
     return save_checkpoint(folder, training.trainable, progress, training.config, data)
 
 
@@ -278,7 +278,7 @@ def test_other_data_is_refused_unless_allowed(change, told, kept):
         restore(training, step(kept, 3), {**DATA, **change})
     with emulated_training(*DROPOUT, "checkpoint.allow_data_change=true") as training:
         restored = restore(training, step(kept, 3), {**DATA, **change})
-        assert restored.progress == Progress(step=3, consumed_samples=12)
+        assert restored.progress == TrainingProgress(step=3, consumed_samples=12)
         assert [note.partition(" was ")[2] for note in restored.notes] == [
             f"saved with other data: {told}; continuing with the new data (checkpoint.allow_data_change=true)"
         ]
@@ -378,7 +378,7 @@ def test_weights_alone_start_a_run_of_their_own(overrides, kept):
         # The data may be others, the tokenizer not.
         data = {**DATA, "tokens": "others"}
         restored = load_weights(verify_checkpoint(step(kept, 3)), training.trainable, training.config, data)
-        assert (restored.progress, restored.notes) == (Progress(step=0, consumed_samples=0), [])
+        assert (restored.progress, restored.notes) == (TrainingProgress(step=0, consumed_samples=0), [])
         loaded = {name: value.detach() for name, value in training.chunks[0].named_parameters()}
         torch.testing.assert_close(loaded, {name: value.to(loaded[name].dtype) for name, value in weights.items()})
         # Masters are these weights: a step of rate 0 writes them back.

@@ -16,7 +16,7 @@ from filelock import FileLock
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -74,6 +74,17 @@ PAIRS = [
     ("pp2_small.bf16", "pp2_small.bf16"),
     ("pp2_remainders.tied_bf16", "pp2_remainders.tied_bf16"),
     ("ep2_small.moe_bf16", "ep2_small.moe_bf16"),
+    ("zero2", "zero2"),
+    ("dp2", "zero2"),
+    ("zero2", "dp2"),
+    ("zero2", "zero2_pp2"),
+    ("zero2_pp2", "tp2"),
+    ("zero2_small.bf16", "zero2_small.bf16"),
+    ("dp2.stored_bf16", "zero2.stored_bf16"),
+    ("zero2.stored_bf16", "dp2.stored_bf16"),
+    ("zero2.stored_bf16", "zero2.stored_bf16"),
+    ("ep2.moe", "zero2_ep2.moe"),
+    ("zero2_ep2.moe", "single.moe"),
     ("single.sgd", "tp2_plain.sgd"),
     ("tp2_plain.sgd", "single.sgd"),
     ("single.moe", "ep2.moe"),
@@ -256,7 +267,7 @@ def test_weights_alone_come_from_any_layout(source, target, results):
         weights = {
             entry.key: entry.data for entry in nested_values(chunk.sharded_state_dict()) if "extra" not in entry.key
         }
-    assert restored.progress == Progress(step=0, consumed_samples=0)
+    assert restored.progress == TrainingProgress(step=0, consumed_samples=0)
     saved = saved_by(source, results)
     assert weights["decoder.final_layernorm.weight"].equal(saved["decoder.final_layernorm.weight"])
     last = {key: value for key, value in weights.items() if key.startswith("decoder.layers.") and "fc1" not in key}

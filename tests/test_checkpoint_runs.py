@@ -9,7 +9,7 @@ import pytest
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.errors import RunError, UserError
-from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.training.run import train
@@ -17,6 +17,7 @@ from tests.checkpoint_files import disk_that, flip
 from tests.emulated_training import TINY
 from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
+from tests.platforms import spec_of
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def start(compose_config, tmp_path):
         quick = ("trainer.max_steps=6", "trainer.limit_val_batches=0", "logging.tensorboard=false")
         saves = ("checkpoint.save_interval=2", f"run_dir={tmp_path / 'run'}")
         install_cpu_device()
-        train(compose_config(*TINY, *quick, *saves, *overrides), read_launch({}))
+        train(spec_of(compose_config(*TINY, *quick, *saves, *overrides), detect_platform()))
 
     return run
 

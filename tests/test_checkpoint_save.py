@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 from gpt_pretrain.checkpoint import save, writing
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, check_files, read_manifest
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.checkpoint.writing import Item, Share
 from gpt_pretrain.config.errors import RunError
@@ -51,7 +51,7 @@ def saver(training, tmp_path):
 
 
 def at(step):
-    return Progress(step=step, consumed_samples=4 * step)
+    return TrainingProgress(step=step, consumed_samples=4 * step)
 
 
 def weights(training):

@@ -1,4 +1,4 @@
-"""The one door of the commands: their arguments, what they load to answer, and how they end."""
+"""What all commands share: their arguments, what they load to answer, and how they end."""
 
 import json
 import os
@@ -13,7 +13,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.__main__ import CheckpointArguments, Task
 from gpt_pretrain.commands.arguments import read_arguments
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.doctor.__main__ import DoctorArguments

@@ -9,15 +9,15 @@ import pytest
 from rich.console import Console
 
 from gpt_pretrain.compare.__main__ import print_comparison
-from gpt_pretrain.compare.answers import compare_runs, find_hurts, judge
-from gpt_pretrain.compare.comparability import IDENTITY
-from gpt_pretrain.compare.document import Comparison, Curve, Gate, Interval, Setting
-from gpt_pretrain.compare.statistics import t_quantile
+from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
+from gpt_pretrain.compare.comparability import identity
+from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
+from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 
 NO_DEMANDS = {"max_loss_gap": None, "min_speedup": None}
 
@@ -296,18 +296,17 @@ def test_the_same_file_may_lie_elsewhere():
 MAY_DIFFER = re.compile(
     r"model\.(seed|micro_batch_size|fp8\w*|\w*_in_bf16|first_last_layers_bf16|\w*parallel\w*|overlap_\w+|\w*_overlap"
     r"|use_distributed_optimizer|ddp_bucket_size|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
-    r"|use_flash_attention|fused_single_qkv_rope|compile|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
+    r"|use_flash_attention|fused_single_qkv_rope|features|compile|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
     r"|data\.(cache_dir|num_\w+)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
     r"|init_method_std|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
 )
 
 
 def test_each_key_of_the_model_is_what_must_be_equal_or_may_differ():
-    identity = {key for keys in IDENTITY.values() for key in keys}
-    others = {key for key in schema_keys() if key.startswith("model.")} - identity
-    assert identity <= set(schema_keys())
+    shared = {key for keys in identity().values() for key in keys}
+    others = {key for key in schema_keys() if key.startswith("model.")} - shared
     assert [key for key in others if not MAY_DIFFER.fullmatch(key)] == []
-    assert [key for key in identity if MAY_DIFFER.fullmatch(key)] == []
+    assert [key for key in shared if MAY_DIFFER.fullmatch(key)] == []
 
 
 def test_what_a_log_does_not_tell_is_named():
@@ -370,10 +369,12 @@ def test_the_tensors_that_fp8_treats_worst_come_first():
         Fp8Record(step=1, tensors=(tensor(0, 0.0, 0.5), tensor(1, 0.1, 0.0), tensor(2, None, 0.6)), warnings=()),
         Fp8Record(step=2, tensors=(tensor(0, 0.0, 0.7), tensor(1, 0.3, 0.0), tensor(2, None, 0.7)), warnings=()),
     ]
-    hurts = find_hurts([synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))])
-    assert hurts == []
-    hurts = find_hurts([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
-    assert [(hurt.layer.split(".")[2], hurt.saturated, hurt.flushed) for hurt in hurts] == [
+    found = out_of_range_tensors(
+        [synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))]
+    )
+    assert found == []
+    found = out_of_range_tensors([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
+    assert [(each.layer.split(".")[2], each.saturated, each.flushed) for each in found] == [
         ("1", pytest.approx(0.2), 0.0),
         ("2", None, pytest.approx(0.65)),
         ("0", 0.0, pytest.approx(0.6)),

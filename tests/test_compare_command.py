@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.compare.document import load_comparison
+from gpt_pretrain.compare.comparison import load_comparison
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import power_law
 from tests.test_commands import load
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 from tests.test_compare_logs import config, log, train_record, write_run
 
 STEPS = range(10, 1010, 10)

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from gpt_pretrain.compare import series
-from gpt_pretrain.compare.document import Curve
+from gpt_pretrain.compare.comparison import Curve
 from gpt_pretrain.compare.series import Point, Series, thinned
 from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import UserError
@@ -29,7 +29,7 @@ from gpt_pretrain.report.records import (
     ValidationRecord,
 )
 from gpt_pretrain.report.sinks import TensorBoardSink
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 
 
 def log(name):

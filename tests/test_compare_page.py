@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from gpt_pretrain.compare.answers import compare_runs
-from gpt_pretrain.compare.document import Curve, Gate, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, Gate, RunRecord, Setting
 from gpt_pretrain.compare.page import build_page, heat_map, plot_data, write_page
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor

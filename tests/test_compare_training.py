@@ -15,18 +15,18 @@ from rich.console import Console
 from rich.text import Text
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.compare.document import load_comparison
+from gpt_pretrain.compare.comparison import load_comparison
 from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
-from gpt_pretrain.compare.training import Progress
+from gpt_pretrain.compare.training import ProgressLine
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.report.columns import format_duration
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import Fp8Record, StartRecord
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import forked_python
-from tests.test_compare_document import TENSOR
+from tests.test_compare_comparison import TENSOR
 from tests.test_compare_logs import summary, train_record
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"
@@ -288,7 +288,7 @@ def test_a_directory_with_a_run_of_other_values_is_refused(tmp_path, parent):
 def test_progress_is_a_line_on_a_terminal_and_a_line_a_minute_elsewhere(tmp_path):
     runs = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2")
     terminal, log = (Console(file=io.StringIO(), width=200, force_terminal=wanted) for wanted in (True, False))
-    shown = [Progress(runs, console) for console in (terminal, log)]
+    shown = [ProgressLine(runs, console) for console in (terminal, log)]
     # Nothing was logged yet.
     for progress in shown:
         progress.watch(2)
@@ -320,7 +320,7 @@ def test_the_time_for_all_leaves_out_what_is_finished(tmp_path):
             for record in records:
                 metrics.write(record)
     log = Console(file=io.StringIO(), width=200)
-    Progress(runs, log).watch(1)
+    ProgressLine(runs, log).watch(1)
     # Two seconds a step, and two runs more: the third of the four is done.
     assert f"about {format_duration(30 + 2 * 2 * STEPS)} for all" in log.file.getvalue()
 
@@ -328,7 +328,7 @@ def test_the_time_for_all_leaves_out_what_is_finished(tmp_path):
 def test_progress_reads_the_end_of_a_long_file_alone(tmp_path):
     run = planned(tmp_path, variants("app", DELAYED))[0]
     first, second = (Console(file=io.StringIO(), width=200) for _ in range(2))
-    progress = [Progress([run], console) for console in (first, second)]
+    progress = [ProgressLine([run], console) for console in (first, second)]
     statistics = Fp8Record(step=5, tensors=(TENSOR,) * 4000, warnings=())
     # Whoever reads all of the file meets the damage.
     lines = ["damaged", *(record.to_line() for record in (statistics, train_record(5, 2.5), statistics))]

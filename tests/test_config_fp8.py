@@ -5,12 +5,12 @@ from dataclasses import astuple, fields
 import pytest
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, recipes_of
 from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.fp8 import resolve_fp8
 from gpt_pretrain.run.products import gemms, resolve
-from gpt_pretrain.run.recipes import RECIPES, recipes_of
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200, spec_of
 

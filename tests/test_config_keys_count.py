@@ -14,10 +14,10 @@ from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.plan.effective import KEYS as PLANNED
+from gpt_pretrain.plan.effective import planned_keys
 from gpt_pretrain.rules import no_effect
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.rules.no_effect import given_without_effect, why_no_effect
 from gpt_pretrain.run.products import resolve
@@ -142,7 +142,7 @@ def test_every_key_of_a_run_counts_or_is_refused(case, tmp_path, cache_dir):
 @pytest.mark.parametrize("case", TRANSLATED)
 def test_every_key_of_layers_and_layout_reaches_megatron_core_or_is_refused(case):
     config = load_config(["data=mock", "model.global_batch_size=64", *TRANSLATED[case]])
-    assert list(vain_keys(config, H200, PLANNED)) == []
+    assert list(vain_keys(config, H200, planned_keys())) == []
 
 
 def test_keys_without_effect_are_found_where_no_table_has_them(monkeypatch):

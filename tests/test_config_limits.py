@@ -5,8 +5,8 @@ import time
 import pytest
 
 from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.values import WrongValue, convert, largest_value
 from gpt_pretrain.plan.__main__ import main as plan
 from tests.refusals import compose_quickly, offered
 
@@ -26,13 +26,13 @@ LIMIT_S = 10.0
 @pytest.mark.parametrize("key", NUMBERS, ids=lambda key: key.path)
 @pytest.mark.parametrize("value", [99999999999999999999, 1e30, -1e30, "9" * 400])
 def test_a_number_without_bound_is_refused_with_the_largest(key, value):
-    with pytest.raises(WrongValue, match=str(largest_value(key.path)) if key.kind is int else "or less|not finite"):
+    with pytest.raises(WrongValue, match=str(key.facts.largest) if key.kind is int else "or less|not finite"):
         convert(value, key)
 
 
 @pytest.mark.parametrize("key", [key for key in NUMBERS if key.kind is int], ids=lambda key: key.path)
 def test_the_largest_number_is_read(key):
-    assert convert(largest_value(key.path), key) == largest_value(key.path)
+    assert convert(key.facts.largest, key) == key.facts.largest
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -9,7 +9,7 @@ import pytest
 
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.shapes import division_problems
 from tests.refusals import Refused, check_refused
 
@@ -181,6 +181,38 @@ RULES = {
     ),
     "empty buckets": Refused(
         "parallelism=dp model.ddp_bucket_size=0", told="model.ddp_bucket_size=0", offers="model.ddp_bucket_size=1"
+    ),
+    "sharded gradients of a plain optimizer": Refused(
+        "parallelism=zero2 model.use_distributed_optimizer=false model.overlap_param_gather=false",
+        told="model.data_parallel_sharding_strategy=optim_grads model.use_distributed_optimizer=false",
+        offers="model.data_parallel_sharding_strategy=null | model.use_distributed_optimizer=true",
+        legal="parallelism=zero2",
+    ),
+    "sharded gradients where null leaves the optimizer whole": Refused(
+        "model.overlap_grad_reduce=true model.data_parallel_sharding_strategy=optim_grads",
+        told="model.data_parallel_sharding_strategy=optim_grads model.use_distributed_optimizer=null",
+        offers="model.data_parallel_sharding_strategy=null | model.use_distributed_optimizer=true",
+    ),
+    "sharded gradients reduced at the end": Refused(
+        "parallelism=zero2 model.overlap_grad_reduce=false model.overlap_param_gather=false",
+        told="model.data_parallel_sharding_strategy=optim_grads model.overlap_grad_reduce=false",
+        offers="model.data_parallel_sharding_strategy=null | model.overlap_grad_reduce=true",
+    ),
+    "sharded weights": Refused(
+        "parallelism=dp model.data_parallel_sharding_strategy=optim_grads_params",
+        told="model.data_parallel_sharding_strategy=optim_grads_params",
+        offers="model.data_parallel_sharding_strategy=optim_grads,null",
+    ),
+    "compiled layers with sharded gradients": Refused(
+        "model.compile=true parallelism=zero2 model.overlap_param_gather=false",
+        told="model.compile=true model.data_parallel_sharding_strategy=optim_grads",
+        offers="model.compile=false | model.data_parallel_sharding_strategy=null",
+    ),
+    "sharded gradients of SGD": Refused(
+        "parallelism=zero2 model.optim.name=sgd",
+        told="model.optim.name=sgd model.use_distributed_optimizer=true",
+        offers="model.optim.name=adam | model.use_distributed_optimizer=false model.overlap_param_gather=false "
+        "model.data_parallel_sharding_strategy=null",
     ),
     "distributed SGD": Refused(
         "parallelism=dp model.optim.name=sgd",
@@ -370,6 +402,21 @@ RULES = {
         "data=mock model.data.text_files=[a.txt]",
         told="model.data.text_files=[a.txt] model.data.data_impl=mock",
         offers="data=text | ~model.data.text_files",
+    ),
+    "validation files for another corpus": Refused(
+        "model.data.validation_prefix=[web]",
+        told="model.data.validation_prefix=[web] model.data.data_impl=stdlib",
+        offers="model.data.validation_prefix=[]",
+    ),
+    "validation files without validation": Refused(
+        "data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
+        told="model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
+        offers="trainer.limit_val_batches=8 | model.data.validation_prefix=[]",
+    ),
+    "validation weights out of turn": Refused(
+        "data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[web,0.7,code,0.3]",
+        told="model.data.validation_prefix=[web,0.7,code,0.3]",
+        legal="data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[0.7,web,0.3,code]",
     ),
     "weights out of turn": Refused(
         "data=mmap model.data.data_prefix=[web,0.7,code,0.3]",

@@ -141,6 +141,13 @@ RULES = {
         offers="model.overlap_moe_expert_parallel_comm=false",
         world_size=2,
     ),
+    "overlap with sharded gradients": Refused(
+        f"{MOE} parallelism=ep2 {OVERLAP} trainer.precision=bf16 model.data_parallel_sharding_strategy=optim_grads "
+        "model.micro_batch_size=1 model.global_batch_size=4",
+        told=f"model.data_parallel_sharding_strategy=optim_grads {OVERLAP}",
+        offers="model.data_parallel_sharding_strategy=null | model.overlap_moe_expert_parallel_comm=false",
+        world_size=2,
+    ),
     "grouped local layers": Refused(
         f"{MOE} model.moe_grouped_gemm=true model.transformer_engine=false",
         told="model.moe_grouped_gemm=true model.transformer_engine=false",

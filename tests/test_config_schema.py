@@ -1,16 +1,19 @@
 """conf/ and the schema say the same, and the presets are the models that they are named after."""
 
+import re
 from enum import Enum
 
 import pytest
 from omegaconf import OmegaConf
 
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, TokenizerLibrary
+from gpt_pretrain.config.convert import convert
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.facts import NOT_TOLD
 from gpt_pretrain.config.keys import (
-    ALIASES,
     UNSUPPORTED,
     UNSUPPORTED_VALUES,
+    aliases,
     flatten,
     nearest_key,
     schema_keys,
@@ -19,7 +22,7 @@ from gpt_pretrain.config.keys import (
 )
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Loader, Source
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY
 
 # Published parameter counts (Hugging Face model cards; GPT-3: Brown et al. 2020, table 2.1, and D.1 for 175B).
@@ -118,15 +121,36 @@ def test_nemo_keys_are_where_nemo_has_them(path):
     assert path in schema_keys()
 
 
-@pytest.mark.parametrize(("alias", "path"), ALIASES.items())
-def test_names_of_other_codes_lead_to_a_key_and_are_none(alias, path):
-    assert path in schema_keys()
+def yaml_of(value):
+    return value.name if isinstance(value, Enum) else value
+
+
+@pytest.mark.parametrize("key", schema_keys().values(), ids=lambda key: key.path)
+def test_names_and_values_in_the_facts_of_a_key_are_those_of_the_schema(key):
+    facts = key.facts
+    for value in [*(facts.idle or ()), *([] if facts.before is NOT_TOLD else [facts.before])]:
+        assert convert(yaml_of(value), key) == value
+    assert not facts.has_range or key.kind in (int, float)
+    assert facts.word is None or key.kind is list
+    for unread in facts.unread:
+        other = schema_keys()[unread.key]
+        assert all(convert(yaml_of(value), other) == value for value in unread.values)
+        names = re.findall(r"([\w.{}]+)=", unread.instead)
+        assert {name.format(key=key.path) for name in names} <= {*schema_keys(), *Loader(Source()).groups()}
+
+
+def test_no_name_of_another_code_stands_for_two_keys():
+    assert len(aliases()) == sum(len(key.facts.aliases) for key in schema_keys().values())
+
+
+@pytest.mark.parametrize("alias", aliases())
+def test_names_of_other_codes_are_no_keys(alias):
     assert alias not in {known.rpartition(".")[2] for known in schema_keys()}
 
 
 @pytest.mark.parametrize(("name", "reason"), UNSUPPORTED.items())
 def test_names_of_other_codes_without_a_key_are_answered_with_the_reason(name, reason):
-    assert name not in ALIASES
+    assert name not in aliases()
     assert name not in {known.rpartition(".")[2] for known in schema_keys()}
     assert unknown_key(f"model.{name}") == f"model.{name} is not a key: {reason}"
 

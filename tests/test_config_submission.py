@@ -10,7 +10,7 @@ from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.launch.slurm import submit
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY
 
 

@@ -5,11 +5,15 @@ import numpy
 import pytest
 import torch
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets, plan_surplus
 from gpt_pretrain.launch import environment
+from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.rules.no_effect import given_without_effect
 from tests.forked_runs import fork_ranks
+from tests.runs import SMALL_RUN
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
 # 20 documents of 40 tokens; with 900,50,50 the training split has 18 of them (720 tokens), the validation split one.
@@ -125,7 +129,7 @@ def test_the_surplus_of_a_blend_is_megatrons_own_where_that_is_enough():
     assert plan_surplus((0.7, 0.3), [1_000_000, 0, 0]) == 0.005
 
 
-def test_the_end_of_a_document_can_be_left_out_of_the_loss(tmp_path):
+def test_the_first_token_of_a_document_can_be_left_out_of_the_loss(tmp_path):
     (tmp_path / "x.jsonl").write_text('{"text": "some words"}\n' * 400)
     train, _ = build(
         tmp_path,
@@ -134,10 +138,18 @@ def test_the_end_of_a_document_can_be_left_out_of_the_loss(tmp_path):
         "model.data.eod_mask_loss=true",
         data="data=text",
     )
-    # The BPE's first token is the end of a document.
-    masks = [(sample["tokens"] == 0, sample["loss_mask"] == 0) for sample in map(train.__getitem__, range(8))]
-    assert all(torch.equal(is_eod, is_masked) for is_eod, is_masked in masks)
-    assert any(is_eod.any() for is_eod, _ in masks)
+    ends, masked = 0, 0
+    for sample in map(train.__getitem__, range(8)):
+        tokens, labels, counts = (sample[name].tolist() for name in ("tokens", "labels", "loss_mask"))
+        for token, label, count in zip(tokens, labels, counts, strict=True):
+            # The BPE's first token is the end of a document. Megatron-LM leaves out what is predicted from it.
+            assert count == (0 if token == 0 else 1)
+            masked += token == 0
+            if label == 0:
+                assert count == 1
+                ends += 1
+    assert ends > 10
+    assert masked > 10
 
 
 def test_random_tokens_are_the_same_for_the_same_seed_index_and_split(tmp_path):
@@ -198,3 +210,91 @@ def built_by_ranks(num_ranks, tmp_path, name, blend, env=None):
 
 def single_rank():
     return {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
+
+FORMS = {
+    "two keys": ["model.data.data_prefix=[{train}]", "model.data.validation_prefix=[{valid}]"],
+    "NeMo's": ["model.data.data_prefix={{train: [{train}], validation: [{valid}]}}"],
+    "NeMo's, added": ["++model.data.data_prefix={{train: [{train}], validation: [{valid}]}}"],
+    "NeMo's, quoted": ["++model.data.data_prefix={{validation:['{valid}'],train:[\"{train}\"]}}"],
+}
+
+
+@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
+def test_files_of_their_own_to_validate_on_are_read_whole(form, tmp_path):
+    train_prefix = write_token_file(tmp_path / "train it", DOCUMENTS[:12])
+    valid_prefix = write_token_file(tmp_path / "valid", DOCUMENTS[12:])
+    config = data_config(
+        tmp_path / "cache", "data=mmap", *(key.format(train=train_prefix, valid=valid_prefix) for key in form)
+    )
+    corpus = prepare_corpus(config, show_progress=False)
+    assert (corpus.train.num_documents, corpus.train.num_tokens) == (12, 480)
+    assert (corpus.valid.num_documents, corpus.valid.num_tokens) == (8, 320)
+    train, valid = build_datasets(config, corpus, num_train_samples=40)
+    assert sorted(tokens_of(train).flatten().tolist()[:480]) == list(range(480))
+    assert set(tokens_of(valid).flatten().tolist()) <= set(range(480, 800))
+    assert (train.num_epochs, valid.num_epochs) == pytest.approx((40 * 16 / 480, 8 * 16 / 320))
+
+
+def test_files_to_validate_on_have_weights_of_their_own(tmp_path):
+    names = {name: write_token_file(tmp_path / name, DOCUMENTS[4 * i : 4 * i + 4]) for i, name in enumerate("abcd")}
+    keys = "model.data.data_prefix=[{a},{b}]", "model.data.validation_prefix=[0.25,{c},0.75,{d}]"
+    overrides = ["data=mmap", "trainer.limit_val_batches=5", *(key.format(**names) for key in keys)]
+    config = data_config(tmp_path / "cache", *overrides)
+    corpus = prepare_corpus(config, show_progress=False)
+    assert (corpus.train.num_tokens, corpus.valid.num_tokens) == (320, 320)
+    train, valid = build_datasets(config, corpus, num_train_samples=200)
+    assert set(tokens_of(train).flatten().tolist()) == set(range(320))
+    of_valid = tokens_of(valid, 40)
+    assert set(of_valid.flatten().tolist()) <= set(range(320, 640))
+    assert (of_valid >= 480).float().mean() == 0.75
+    assert valid.num_epochs == pytest.approx(0.75 * 40 * 16 / 160)
+
+
+def test_files_to_validate_on_are_part_of_what_a_checkpoint_compares(tmp_path):
+    train, one, other = (write_token_file(tmp_path / name, DOCUMENTS[:n]) for name, n in (("t", 9), ("o", 8), ("p", 7)))
+
+    def fingerprints(*validation):
+        config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{train}]", *validation)
+        return prepare_corpus(config, show_progress=False).fingerprints["splits"]
+
+    splits = [fingerprints(), *(fingerprints(f"model.data.validation_prefix=[{each}]") for each in (one, other))]
+    assert len(set(splits)) == 3
+
+
+@pytest.mark.parametrize(
+    ("documents", "named"),
+    [(None, r"model\.data\.validation_prefix: .*valid\.bin does not exist"), ([[1] * 16], "1 documents .* 16 .* 17")],
+)
+def test_files_to_validate_on_are_checked(documents, named, tmp_path):
+    prefix = str(tmp_path / "valid") if documents is None else write_token_file(tmp_path / "valid", documents)
+    with pytest.raises(UserError, match=named):
+        build(tmp_path, f"model.data.validation_prefix=[{prefix}]")
+
+
+@pytest.mark.parametrize("value", ["{train: [a], test: [b]}", "{validation: [b]}", "{train: a, validation: [b]}", "{}"])
+def test_other_splits_of_data_prefix_are_refused_with_the_form(value, tmp_path):
+    with pytest.raises(ConfigError) as refused:
+        data_config(tmp_path, "data=mmap", f"model.data.data_prefix={value}")
+    assert f"model.data.data_prefix={value}: " in str(refused.value)
+    assert "model.data.data_prefix={train: […], validation: […]}" in str(refused.value)
+
+
+def test_shares_of_files_that_are_read_whole_are_refused(tmp_path):
+    files = "model.data.data_prefix={train: [a], validation: [b]}"
+    config = data_config(tmp_path, "data=mmap", files, "model.data.splits_string='8,2,0'")
+    (told,) = given_without_effect(config, frozenset(["model.data.splits_string"]))
+    assert told.startswith("model.data.splits_string='8,2,0' has no effect with model.data.validation_prefix")
+
+
+def test_a_run_takes_nemos_form_of_data_prefix(tmp_path):
+    train, valid = (write_token_file(tmp_path / name, DOCUMENTS) for name in ("train", "valid"))
+    form = f"++model.data.data_prefix={{train: [{train}], validation: [{valid}]}}"
+    sizes = [each for each in SMALL_RUN if not each.startswith(("data=", "model.data.", "model.tokenizer"))]
+    places = [f"run_dir={tmp_path}/run", f"model.data.cache_dir={tmp_path}/cache"]
+    changed = ["model.vocab_size=1024", "trainer.max_steps=1", "trainer.limit_val_batches=1"]
+    done = fork_ranks(1, ["-m", "gpt_pretrain", "data=mmap", *sizes, *places, *changed, form])
+    assert done.returncode == 0, done.stderr[-4000:]
+    config = load_saved_config(tmp_path / "run" / "config.yaml")
+    assert (config.model.data.data_prefix, config.model.data.validation_prefix) == ([train], [valid])
+    assert [record.step for record in load_metrics(tmp_path / "run").validation] == [0, 1]

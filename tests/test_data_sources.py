@@ -1,8 +1,10 @@
 import codecs
 import json
 import re
+import struct
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 import pytest
 
@@ -44,6 +46,57 @@ def test_parquet_rows_are_documents_and_nulls_are_empty(tmp_path):
     assert documents(FileSource([f"{tmp_path}/*.parquet"], "text")) == ["a", "", "c"]
 
 
+def write_arrow(path, new_stream, batches, **columns):
+    table = pyarrow.table(columns)
+    with new_stream(str(path), table.schema) as stream:
+        stream.write_table(table, max_chunksize=-(-len(table) // batches))
+
+
+@pytest.mark.parametrize("new_stream", [pyarrow.ipc.new_stream, pyarrow.ipc.new_file])
+@pytest.mark.parametrize("kind", [pyarrow.string(), pyarrow.large_string()])
+def test_arrow_rows_are_documents_and_nulls_are_empty(new_stream, kind, tmp_path):
+    texts = ["a", None, "cé", "", "e", "f" * 1000, "g"]
+    columns = {"other": range(7), "text": pyarrow.array(texts, kind)}
+    write_arrow(tmp_path / "x.arrow", new_stream, 3, **columns)
+    source = FileSource([f"{tmp_path}/*.arrow"], "text")
+    assert documents(source) == [text or "" for text in texts]
+    assert 1000 < sum(piece.num_source_bytes for piece in source.pieces()) <= source.num_bytes
+
+
+def test_the_data_of_a_saved_hugging_face_folder_are_named(tmp_path):
+    """It holds its data in numbered files, and caches beside them, which are no data."""
+    for part in ("train", "test"):
+        (tmp_path / part).mkdir()
+        for number in range(2):
+            name = f"data-0000{number}-of-00002.arrow"
+            write_arrow(tmp_path / part / name, pyarrow.ipc.new_stream, 1, text=[f"{part} {number}"])
+        write_arrow(tmp_path / part / "cache-1f.arrow", pyarrow.ipc.new_stream, 1, text=["of a cache"])
+        (tmp_path / part / "state.json").write_text("{}")
+    with pytest.raises(UserError, match=" is a directory; ") as refused:
+        FileSource([str(tmp_path)], "text")
+    pattern = str(refused.value).rpartition(": ")[2]
+    assert documents(FileSource([pattern], "text")) == ["test 0", "test 1", "train 0", "train 1"]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow"])
+def test_a_directory_is_answered_with_the_files_that_it_has(suffix, tmp_path):
+    (tmp_path / "below").mkdir()
+    (tmp_path / "below" / f"x{suffix}").touch()
+    with pytest.raises(UserError, match=re.escape(f": {tmp_path}/**/*{suffix}") + "$"):
+        FileSource([str(tmp_path)], "text")
+
+
+def test_an_arrow_file_whose_offsets_point_elsewhere_is_refused(tmp_path):
+    path = tmp_path / "x.arrow"
+    write_arrow(path, pyarrow.ipc.new_stream, 1, text=["abcdefgh", "ijklmnop"])
+    offsets = struct.pack("<3i", 0, 8, 16)
+    content = path.read_bytes()
+    assert content.count(offsets) == 1
+    path.write_bytes(content.replace(offsets, struct.pack("<3i", 0, 8, 1 << 30)))
+    with pytest.raises(UserError, match=r"x\.arrow cannot be read: "):
+        documents(FileSource([str(path)], "text"))
+
+
 def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(FileSource, "piece_size", 50)
     text = "".join(f"line {i} – äöü\n\n    indented\n" for i in range(100))
@@ -70,7 +123,10 @@ def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypa
         ("x.txt", b"abc\xe4def", "UTF-8: .*0xe4 .*offset 3;"),
         ("x.txt", b"abc\xe2\x82", "UTF-8: .*0xe2 .*offset 3;"),
         ("x.parquet", b"PAR1 no parquet", "cannot be read: "),
-        ("x.csv", b"a,b", r"'\.csv'; .*\.txt, \.jsonl, \.parquet"),
+        ("x.arrow", b"ARROW1 no arrow", "cannot be read: "),
+        ("x.arrow", b"no arrow", "cannot be read: "),
+        ("x.arrow", b"", "cannot be read: "),
+        ("x.csv", b"a,b", r"'\.csv'; .*\.txt, \.jsonl, \.parquet, \.arrow"),
     ],
 )
 def test_a_malformed_file_is_refused_with_its_place(tmp_path, name, content, named):
@@ -90,10 +146,12 @@ def test_the_offset_of_bad_utf8_counts_from_the_start_of_a_long_file(tmp_path, m
     ("column", "named"),
     [({"body": ["a"]}, "model.data.text_key='text'; .*'body'"), ({"text": [1]}, "'text' .*int64.*string")],
 )
-def test_a_parquet_file_without_text_is_refused(tmp_path, column, named):
+def test_a_parquet_or_arrow_file_without_text_is_refused(tmp_path, column, named):
     write_parquet(tmp_path / "x.parquet", **column)
-    with pytest.raises(UserError, match=rf"x\.parquet: .*{named}"):
-        documents(FileSource([f"{tmp_path}/x.parquet"], "text"))
+    write_arrow(tmp_path / "x.arrow", pyarrow.ipc.new_stream, 1, **column)
+    for suffix in ("parquet", "arrow"):
+        with pytest.raises(UserError, match=rf"x\.{suffix}: .*{named}"):
+            documents(FileSource([f"{tmp_path}/x.{suffix}"], "text"))
 
 
 def test_a_pattern_without_files_and_a_directory_are_refused(tmp_path):

@@ -21,7 +21,7 @@ from gpt_pretrain.doctor.facts import (
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import doctor_document, give_verdict, platform_of
 from gpt_pretrain.report.console import console_of_width
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE, spec_of
 
 TORCH = Torch(

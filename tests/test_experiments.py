@@ -13,7 +13,7 @@ from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
 from tests.rounding import fp8_anew_tolerance, loss_tolerance
 from tests.runs import small_corpus

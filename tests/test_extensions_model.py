@@ -63,6 +63,15 @@ TASK = """
         return {returned}
 """
 
+FEATURE = """
+    from gpt_pretrain import extend
+    from gpt_pretrain.features.feature import Feature
+
+    @extend.feature("own")
+    class Own(Feature):
+        pass
+"""
+
 
 def write_layer(folder, *, body="pass", returned="layer"):
     write_module(folder, LAYER.format(body=body, returned=returned))
@@ -178,6 +187,7 @@ def test_validation_stays_cross_entropy(tmp_path):
         (TASK.format(returned="3"), ["extensions=[lab]"], ["'task'", "3"]),
         (TASK.format(returned="evaluate([[1]])"), ["extensions=[lab]"], ["'task'", "1 token ids", "2 to 32"]),
         (TASK.format(returned="evaluate([[1, 64]])"), ["extensions=[lab]"], ["'task'", "63"]),
+        (FEATURE, ["extensions=[lab]", "model.features=[own]"], ["'own'", "lab.py", "FusedKernel"]),
         ("", ["model.features=[lab_tf32]"], ["lab_tf32", "extensions=["]),
         ("", ["model.layer=gated"], ["model.layer='gated'", "gpt"]),
     ],
@@ -236,6 +246,11 @@ def test_the_examples_recipe_is_emulated_and_proven(tmp_path):
         ("features", ["model.features=[lab_tf3]"], ["lab_tf3", "lab_tf32?"]),
         ("features", ["model.features=[lab_tf32]"], ["[lab_tf32]", "trainer.precision=auto", "without it"]),
         ("features", ["model.features=[lab_tf32]", "trainer.precision=fp32"], ["[lab_tf32]", "a GPU"]),
+        (
+            "features",
+            ["model.features=[lab_tf32]", "trainer.precision=fp32", "model.compile=true"],
+            ["model.compile=true", "[lab_tf32]", "model.features without it"],
+        ),
         ("layers", ["model.layer=lab_primer"], ["lab_primer", "model.activation=swiglu", "gelu"]),
     ],
 )

@@ -106,7 +106,7 @@ def test_a_saved_configuration_looks_nothing_up(kind, tmp_path):
 
 
 CALLED = "    mine: {'()': os.mkdir, path: CANARY}\n"
-DOORS = {
+PLACES = {
     "callbacks": ("hydra.callbacks", "hydra:\n  callbacks:\n    mine: {_target_: os.mkdir, path: CANARY}\n"),
     "a formatter": ("hydra.job_logging", f"hydra:\n  job_logging:\n   formatters:\n{CALLED}"),
     "a handler": (
@@ -139,9 +139,9 @@ DOORS = {
 
 
 @pytest.mark.parametrize("arguments", [["trainer.max_steps=1"], ["--cfg", "job"], ["--info", "config"], ["-m"]])
-@pytest.mark.parametrize("door", [door for door in DOORS if door != "itself"])
-def test_hydra_calls_and_makes_nothing_that_a_file_names(door, arguments, tmp_path, capsys):
-    named, content = DOORS[door]
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "itself"])
+def test_hydra_calls_and_makes_nothing_that_a_file_names(place, arguments, tmp_path, capsys):
+    named, content = PLACES[place]
     canary = tmp_path / "canary"
     (tmp_path / "mine.yaml").write_text(RUN + content.replace("CANARY", str(canary)))
     (line, *_) = told_by(train, ["--config-dir", str(tmp_path), "--config-name", "mine", *arguments], capsys)
@@ -180,6 +180,6 @@ def test_defaults_that_name_themselves_end(tmp_path, capsys):
 
 
 def test_values_that_name_each_other_end(tmp_path, capsys):
-    (tmp_path / "mine.yaml").write_text(RUN + DOORS["itself"][1])
+    (tmp_path / "mine.yaml").write_text(RUN + PLACES["itself"][1])
     lines = told_by(train, ["--config-dir", str(tmp_path), "--config-name", "mine"], capsys)
     assert any("model.seed" in line for line in lines)

@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.fp8.alarms import Alarms
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 from gpt_pretrain.run.fp8 import resolve_fp8
-from gpt_pretrain.run.recipes import RECIPES
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.emulated_training import emulate, emulated_training
 

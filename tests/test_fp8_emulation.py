@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, recipes_of
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.observer import observe_products
-from gpt_pretrain.run.recipes import RECIPES, recipes_of
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.runs import run_small
 
@@ -197,7 +197,9 @@ def test_resumed_training_equals_the_uncut_one(overrides, tmp_path):
             training.step()
         # What validation leaves in the histories is part of the state.
         training.validate()
-        path = save_checkpoint(tmp_path, training.trainable, Progress(step=3, consumed_samples=12), training.config, {})
+        path = save_checkpoint(
+            tmp_path, training.trainable, TrainingProgress(step=3, consumed_samples=12), training.config, {}
+        )
         expected = [training.step() for _ in range(3)]
         expected_states = {name: layer.get_extra_state() for name, layer in training.layers().items()}
     with emulated_training(*overrides) as training:

@@ -9,7 +9,7 @@ from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.proof import Proof, ProofError
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 from tests.emulated_training import emulate, emulated_training
 from tests.expert_training import EXPERTS

@@ -11,9 +11,9 @@ import torch
 from filelock import FileLock
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.rules.gate import load_config
-from gpt_pretrain.run.recipes import recipes_of
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulate, emulated_training, observed_training
 from tests.forked_runs import fork_ranks
 from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance

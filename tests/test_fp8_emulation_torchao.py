@@ -11,12 +11,12 @@ from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tenso
 from torchao.float8.float8_training_tensor import LinearMMConfig
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.run.fp8 import resolve_fp8
-from gpt_pretrain.run.recipes import recipes_of
 
 RECIPES = [recipe.name for recipe in recipes_of(Fp8Backend.torchao)]
 TOKENS, IN, OUT = 96, 144, 80
@@ -138,7 +138,7 @@ def test_products_are_those_of_torchaos_module(recipe, dtype, bias, compose_conf
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_record_says_what_torchaos_recipe_is(recipe, compose_config):
     settings, config = settings_of(recipe, compose_config), Float8LinearConfig.from_recipe_name(recipe)
-    record = settings.recipe
+    record = settings.recipe.numerics
     assert CODE_TYPES[settings.forward_format] is config.cast_config_input.target_dtype
     assert CODE_TYPES[settings.gradient_format] is config.cast_config_grad_output.target_dtype
     assert record.powers_of_two == config.round_scales_to_power_of_2

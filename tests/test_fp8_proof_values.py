@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, recipes_of
 from gpt_pretrain.fp8.casts import Directions
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.run.recipes import RECIPES, recipes_of
 from tests import sabotages
 from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import fork_ranks

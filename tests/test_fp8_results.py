@@ -7,7 +7,7 @@ from gpt_pretrain.fp8.cast_checks import Checks
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role, Sums
 from gpt_pretrain.fp8.results import check_result
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.fp8 import resolve_fp8
 from tests.tensor_cores import multiply
 

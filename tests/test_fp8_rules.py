@@ -8,7 +8,7 @@ import pytest
 
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.shapes import fp8_shape_problems
 from gpt_pretrain.run.products import resolve
 from tests.launching import REPOSITORY

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.refusals import Refused, check_refused, check_told
 
 EMULATE = "model.fp8_emulate=true"

@@ -8,11 +8,11 @@ from rich.console import Console
 from torchao.float8.float8_linear_utils import _auto_filter_for_recipe
 
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.plan.document import print_plan
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
-from gpt_pretrain.run.recipes import RECIPES
 from gpt_pretrain.training.header import describe_fp8
 from tests import sabotages
 from tests.emulated_training import emulate, emulated_training

@@ -5,10 +5,11 @@ from dataclasses import fields
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.run import train
+from tests.platforms import spec_of
 from tests.runs import SMALL_RUN, run_small
 
 # One microbatch a step: the scale of a step comes from the amaxes of the steps before.
@@ -49,7 +50,7 @@ def train_here(observed_on_two_ranks, cache_dir, tmp_path, no_launcher, compose_
         data = (f"model.data.text_files=[{cache_dir / 'sources.jsonl'}]", f"model.data.cache_dir={cache_dir}")
         config = compose_config(*SMALL_RUN, *data, *OVERRIDES, f"run_dir={tmp_path / name}", *overrides)
         install_cpu_device()
-        assert train(config, read_launch()) == "max_steps"
+        assert train(spec_of(config, detect_platform())) == "max_steps"
         return load_metrics(tmp_path / name)
 
     return run

@@ -5,10 +5,10 @@ import torch
 from safetensors.torch import load_file
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST
@@ -149,7 +149,7 @@ def test_weights_alone_become_masters_and_codes(tmp_path):
     """A run in FP8 goes on from weights of one in BF16: masters are its weights, and codes are of the masters."""
     with emulated_training("trainer.precision=bf16") as training:
         training.step()
-        progress = Progress(step=1, consumed_samples=4)
+        progress = TrainingProgress(step=1, consumed_samples=4)
         path = save_checkpoint(tmp_path, training.trainable, progress, training.config, {})
         saved = {name: parameter.detach().clone() for name, parameter in training.chunks[0].named_parameters()}
     with emulated_training(*STORED) as training:

@@ -12,6 +12,7 @@ from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.linear_products import LinearProducts
@@ -21,7 +22,6 @@ from gpt_pretrain.fp8.torchao import TorchAO
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.run.fp8 import resolve_fp8
-from gpt_pretrain.run.recipes import recipes_of
 from tests import sabotages
 from tests.emulated_training import emulate as emulated
 from tests.emulated_training import emulated_training, multiplies_fp8

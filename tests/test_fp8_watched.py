@@ -11,7 +11,7 @@ import torch
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import WatchedProducts, differences_of_ranks, observe_products
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import EXPERT_FC1, QKV, resolve
 from gpt_pretrain.training.header import describe_fp8
 from tests.emulated_training import emulated_training

@@ -13,6 +13,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import pyarrow
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -229,12 +230,24 @@ def test_an_index_of_tokens_is_read_or_refused(data):
 
 @fuzz(
     content=st.binary(max_size=60) | JSON.map(lambda value: json.dumps({"text": value}).encode()),
-    suffix=st.sampled_from([".txt", ".jsonl", ".parquet"]),
+    suffix=st.sampled_from([".txt", ".jsonl", ".parquet", ".arrow"]),
 )
 def test_a_text_file_is_read_or_refused(content, suffix):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"text{suffix}")
         path.write_bytes(content)
+        read_or_refused(lambda: list(FileSource([str(path)], "text").pieces()))
+
+
+@fuzz(data=st.data())
+def test_an_arrow_file_is_read_or_refused(data):
+    with tempfile.TemporaryDirectory() as folder:
+        path, table = Path(folder, "x.arrow"), pyarrow.table({"n": [[1], [2, 3]], "text": ["äbc", "d"]})
+        with data.draw(st.sampled_from([pyarrow.ipc.new_stream, pyarrow.ipc.new_file]))(
+            str(path), table.schema
+        ) as file:
+            file.write_table(table)
+        path.write_bytes(damaged(path.read_bytes(), data.draw))
         read_or_refused(lambda: list(FileSource([str(path)], "text").pieces()))
 
 

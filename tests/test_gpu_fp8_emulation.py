@@ -6,7 +6,7 @@ import torch
 from gpt_pretrain.fp8.casts import stateless_cast
 from gpt_pretrain.fp8.delayed import DelayedScaling
 from gpt_pretrain.fp8.linear_products import LinearProducts
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.fp8 import resolve_fp8
 from tests.runs import SMALL_GPU_RUN, means_of_ten, run_small
 

@@ -35,6 +35,10 @@ def losses(metrics):
     [
         pytest.param("delayed", ["parallelism=dp"], id="delayed DP2"),
         pytest.param("delayed", ["parallelism=dp", STORED], id="delayed DP2 stored"),
+        pytest.param("delayed", ["parallelism=zero2"], id="delayed, sharded gradients"),
+        pytest.param("delayed", ["parallelism=zero2", STORED], id="delayed, sharded gradients, stored"),
+        pytest.param("tensorwise", ["parallelism=zero2", STORED], id="tensorwise, sharded gradients, stored"),
+        pytest.param("blockwise", ["parallelism=zero2", STORED], id="blockwise, sharded gradients, stored"),
         pytest.param("delayed", ["parallelism=tp2_sp", STORED], id="delayed TP2+SP stored"),
         pytest.param("delayed", ["parallelism=pp2"], id="delayed PP2"),
         pytest.param(

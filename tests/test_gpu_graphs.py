@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.state import random_states
 from gpt_pretrain.fp8.proof import Proof
 from gpt_pretrain.megatron.whole_layers import release_graphs, without_graphs
@@ -99,7 +99,7 @@ def test_a_run_resumed_with_graphs_is_the_uncut_one_without(weights, tmp_path):
     expected, left = trained(weights, *fp8)
     with built_training(CASE, weights, *SAME, *fp8, GRAPHS) as training:
         curve = train(training, range(3))
-        progress = Progress(step=3, consumed_samples=3 * training.config.model.global_batch_size)
+        progress = TrainingProgress(step=3, consumed_samples=3 * training.config.model.global_batch_size)
         saved = save_checkpoint(tmp_path, training.trainable, progress, training.config, DATA)
     with built_training(CASE, weights, *SAME, *fp8, GRAPHS) as training:
         load_checkpoint(verify_checkpoint(saved), training.trainable, training.config, DATA)

@@ -8,7 +8,7 @@ from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.embedding_gradients import check_rows_are_added
 from tests.emulated_training import TINY
 from tests.test_gpu_parity import CASES, TE_BF16

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from tests.emulated_training import build_training_of, emulated_training, save_checkpoint
 from tests.optimizer_states import (
     LEAN,
@@ -55,7 +55,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(overrides, tmp_path, monkeypatch):
         for _ in range(3):
             training.step()
         saved = states(training)
-        progress = Progress(step=3, consumed_samples=12)
+        progress = TrainingProgress(step=3, consumed_samples=12)
         path = save_checkpoint(tmp_path, training.trainable, progress, training.config, {})
         expected = [training.step() for _ in range(3)]
         again = build_training_of(training.config)

@@ -7,11 +7,11 @@ import pytest
 import torch
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.fp8 import resolve_fp8
-from gpt_pretrain.run.recipes import recipes_of
 from tests import sabotages
 from tests.emulated_training import emulated_training
 from tests.fp8_gradients import MOST, SIZES, distances

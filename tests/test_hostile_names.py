@@ -9,13 +9,13 @@ import yaml
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.benchmark.document import benchmark_markdown
+from gpt_pretrain.benchmark.report import benchmark_markdown
 from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.compare.__main__ import FinishedRuns
 from gpt_pretrain.config.errors import list_argument, override_word, shell_word, visible
 from gpt_pretrain.huggingface.import_hf import _write_experiment
 from gpt_pretrain.report.console import SafeConsole, print_line
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.overrides import parse_override, single_value
 from tests.test_benchmark import benchmark_of, rows_of
 

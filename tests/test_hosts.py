@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.watchdog import GRACE_S, SILENT_S
 from tests.emulated_training import emulate
 from tests.hosts import NAMES, go_on_alone, train_on_two_hosts, train_until_a_host_is_killed

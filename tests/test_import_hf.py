@@ -19,7 +19,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
 from tests.saved_models import build_trainable, small_tokenizer
 from tests.transformers_reference import RESCALED_ROPE, build_reference, gpt2, llama, make_tokens, reference_logits

@@ -15,7 +15,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of

@@ -3,7 +3,7 @@
 import pytest
 
 from gpt_pretrain.config.derived import ddp_bucket_size
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import emulated_training
 
 

@@ -20,7 +20,7 @@ from gpt_pretrain.megatron.layers import TorchNorm
 from gpt_pretrain.megatron.model import build_model, translate_transformer
 from gpt_pretrain.megatron.optimizer import build_optimizer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.platforms import spec_of
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which is used as it is")

@@ -5,7 +5,7 @@ import torch
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.embedding_gradient import embedding_class
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
 from tests.forked_runs import interpret_kernels

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.features.flash_attention import FLASH_ATTENTION
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.features.flash_attention import FlashAttention
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of
@@ -235,18 +235,18 @@ def test_the_version_is_the_distributions(package, monkeypatch, installed, found
         return installed
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    assert FLASH_ATTENTION.library.find() == found
+    assert FlashAttention.library.find() == found
 
 
 def test_a_package_that_does_not_load_says_why(package, monkeypatch):
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "4.0.0b36")
     monkeypatch.delattr(type(package), "_flash_attn_bwd")
-    version, problem = FLASH_ATTENTION.library.find()
+    version, problem = FlashAttention.library.find()
     assert version is None
     assert problem == "AttributeError: module 'flash_attn.cute.interface' has no attribute '_flash_attn_bwd'"
     # None stands for a module that cannot be imported.
     monkeypatch.setitem(sys.modules, "flash_attn.cute.interface", None)
-    version, problem = FLASH_ATTENTION.library.find()
+    version, problem = FlashAttention.library.find()
     assert version is None
     assert problem.startswith("ModuleNotFoundError: import of flash_attn.cute.interface halted")
 

@@ -7,7 +7,7 @@ import pytest
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.megatron.core_fields import HighPrecision, transformer_fields
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.fp8 import MANY_EXPERTS, MAX_PRODUCT_FLOPS
 from gpt_pretrain.run.kernels import describe_kernels

@@ -11,7 +11,7 @@ from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient, linea
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import chunk_tokens
 from tests.emulated_training import TINY
 from tests.forked_runs import fork_ranks, interpret_kernels

@@ -6,7 +6,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 
 from gpt_pretrain.huggingface.architectures import Architecture
 from gpt_pretrain.huggingface.tensors import tensor_rules
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.transformers_reference import (
     Case,
     Weights,

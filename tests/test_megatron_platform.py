@@ -9,9 +9,9 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import Launch, read_launch
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
-from gpt_pretrain.rules.model import graph_problems
+from gpt_pretrain.rules.model import kernel_problems
 from gpt_pretrain.run.kernels import Kernels, describe_kernels
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve
@@ -208,7 +208,7 @@ def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
     # Without Transformer Engine there is nothing to choose.
     if config.model.cuda_graph_impl is None:
         assert spec_of(config, GPU_WITHOUT_TE, launched(local_world_size=world_size)).kernels.cuda_graph_impl is None
-    assert not list(graph_problems(resolve(config)))
+    assert not list(kernel_problems(resolve(config), sizes_known=True))
 
 
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS])

@@ -9,7 +9,7 @@ import pytest
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.run.platform import Platform
 from tests.forked_runs import fork_ranks

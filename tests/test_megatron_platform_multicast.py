@@ -7,7 +7,7 @@ import pytest
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import rank_zero_of
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
 from tests.refusals import check_told

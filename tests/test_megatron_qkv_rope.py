@@ -6,7 +6,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
 

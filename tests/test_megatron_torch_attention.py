@@ -7,7 +7,7 @@ import torch
 
 from gpt_pretrain.megatron.layers import causal_attention
 from gpt_pretrain.plan.stages import layer_activations, plan_stages
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.attention import check_against_fp64
 from tests.platforms import CPU, H200, spec_of
 

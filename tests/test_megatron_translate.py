@@ -18,13 +18,13 @@ from megatron.core.transformer.enums import InferenceCudaGraphScope
 import gpt_pretrain
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import KERNELS
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.platform import Platform
-from gpt_pretrain.run.recipes import recipes_of
 from tests.platforms import CPU, H200, spec_of
 
 # Nothing here is null that another key of the table would decide.
@@ -173,6 +173,11 @@ ROWS = [
         optimizer={"overlap_param_gather": True},
     ),
     Row(
+        override="model.data_parallel_sharding_strategy=optim_grads",
+        context=("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
+        ddp={"data_parallel_sharding_strategy": "optim_grads", "bucket_size": 40_000_000},
+    ),
+    Row(
         override="model.ddp_bucket_size=5000000",
         context=("model.overlap_grad_reduce=true",),
         ddp={"bucket_size": 5_000_000},
@@ -201,7 +206,11 @@ ROWS = [
         override="model.activations_checkpoint_granularity=selective",
         transformer={"recompute_granularity": "selective"},
     ),
-    Row(override=FULL, context=(UNIFORM, ONE_LAYER), transformer={"recompute_granularity": "full"}),
+    Row(
+        override=FULL,
+        context=(UNIFORM, ONE_LAYER),
+        transformer={"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    ),
     Row(
         override="model.activations_checkpoint_method=block",
         context=(FULL, UNIFORM, ONE_LAYER),
@@ -427,7 +436,7 @@ ELSEWHERE = {
         "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
-    "features": ("model.compile", *(f"model.{feature.key}" for feature in FEATURES if not feature.core_field)),
+    "features": ("model.compile", *(f"model.{feature.key}" for feature in KERNELS if not feature.core_field)),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",
@@ -439,6 +448,7 @@ ELSEWHERE = {
         "model.encoder_seq_length",
         "model.data.data_impl",
         "model.data.data_prefix",
+        "model.data.validation_prefix",
         "model.data.splits_string",
         "model.data.text_files",
         "model.data.text_key",
@@ -520,7 +530,20 @@ def test_every_key_of_model_trainer_plan_and_benchmark_lands_somewhere() -> None
     elsewhere = [key for place in ELSEWHERE.values() for key in place]
     assert len(set(elsewhere)) == len(elsewhere)
     assert in_table.isdisjoint(elsewhere)
-    assert in_table | set(elsewhere) == keys
+    told_by_schema = {path for path, key in schema_keys().items() if key.facts.core}
+    assert in_table | set(elsewhere) | told_by_schema == keys
+
+
+def test_every_field_of_megatron_core_in_the_facts_of_a_key_exists() -> None:
+    names = {
+        "TransformerConfig": vars(translate_transformer(spec_of(load_config(BASE), CPU))),
+        "DistributedDataParallelConfig": vars(translate_ddp(spec_of(load_config(BASE), CPU))),
+        "OptimizerConfig": vars(translate_optimizer(spec_of(load_config(BASE), CPU))),
+    }
+    for path, key in schema_keys().items():
+        for field in key.facts.core:
+            config, _, name = field.partition(".")
+            assert (name or path.rpartition(".")[2]) in names[config]
 
 
 @pytest.mark.parametrize(("place", "keys"), ELSEWHERE.items(), ids=ELSEWHERE)

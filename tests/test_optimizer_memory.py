@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.kernels import SCALED_BLOCK
@@ -258,7 +258,7 @@ def test_gradients_are_clipped_to_the_norm():
 
 
 def save(training, folder):
-    progress = Progress(step=3, consumed_samples=12)
+    progress = TrainingProgress(step=3, consumed_samples=12)
     return save_checkpoint(folder, training.trainable, progress, training.config, {})
 
 

@@ -11,6 +11,7 @@ import torch
 
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.environment import host_memory_bytes
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory
@@ -22,10 +23,10 @@ from gpt_pretrain.plan.out_of_memory import (
     plan_remedies,
     ran_out_of_memory,
 )
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
-from tests.platforms import CPU, H200
+from tests.platforms import CPU, H200, spec_of
 from tests.runs import SMALL_GPU_RUN, small_run_arguments
 
 ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_size=2", "plan.num_gpus=8")
@@ -100,6 +101,7 @@ def test_the_remedies_are_sorted_and_are_the_plans_own_forecasts(recipe):
         assert peak_gib == pytest.approx(planned.memory.peak_gib), overrides
         assert peak_gib < plan_of(*ON_EIGHT, f"fp8={recipe}").memory.peak_gib
     assert {"model.use_distributed_optimizer=true", "model.micro_batch_size=1"} <= set(found)
+    assert any("model.data_parallel_sharding_strategy=optim_grads" in overrides for overrides in found)
     assert any("model.fp8_params=true" in overrides for overrides in found)
     assert any("model.optim.use_precision_aware_optimizer=true" in overrides for overrides in found)
 
@@ -118,13 +120,16 @@ def test_what_is_on_already_or_breaks_a_rule_is_not_offered():
     assert not any("fp8_params" in offer for offer in remedies(*ON_EIGHT, "fp8=torchao_rowwise")), "it refuses that"
     assert "use_distributed_optimizer" not in found, "it is on"
     assert "micro_batch_size" not in found, "it is 1"
+    assert "overlap_grad_reduce" not in found, "it is on"
+    assert "data_parallel_sharding_strategy" not in " ".join(remedies(*ON_EIGHT, "parallelism=zero2")), "it is on"
+    assert "data_parallel_sharding_strategy" not in " ".join(remedies("model=gpt2_124m")), "one rank shares with none"
     assert "parallel_size" not in found, "three ranks are no pairs"
     assert "activations_checkpoint_granularity=full" in found
 
 
 def test_the_message_names_the_rank_and_the_first_line_of_the_error():
     config = load_config(["data=mock"])
-    text = explain_out_of_memory(config, read_launch({}), MemoryError())
+    text = explain_out_of_memory(spec_of(config), MemoryError())
     assert text.startswith("out of memory on rank 0 (CPU): MemoryError\n")
 
 
@@ -134,7 +139,7 @@ def refused(monkeypatch, platform, *overrides, total_gib, ranks=1):
     config = load_config(["data=mock", *overrides])
     launch = replace(read_launch({}), world_size=ranks, local_world_size=ranks)
     try:
-        check_states_fit(config, launch, platform)
+        check_states_fit(build_run_spec(config, launch, platform))
     except UserError as error:
         return str(error)
     return None

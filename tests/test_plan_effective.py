@@ -7,11 +7,11 @@ import pytest
 
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.core_fields import HighPrecision
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.plan.effective import KEYS, fields_by_class, is_fp8_key
-from gpt_pretrain.run.recipes import RECIPES
+from gpt_pretrain.plan.effective import fields_by_class, is_fp8_key, planned_keys
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.planning import plan_of
 from tests.platforms import H200, spec_of
@@ -51,6 +51,10 @@ CHANGES = [
     ("model.use_distributed_optimizer=true", ()),
     ("model.overlap_grad_reduce=true", ()),
     ("model.overlap_param_gather=true", ("model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true")),
+    (
+        "model.data_parallel_sharding_strategy=optim_grads",
+        ("model=llama3_8b", "model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
+    ),
     ("model.ddp_bucket_size=5000000", ("model.overlap_grad_reduce=true",)),
     (
         "model.overlap_moe_expert_parallel_comm=true",
@@ -67,13 +71,13 @@ CHANGES = [
     ("model.activations_checkpoint_method=block", (FULL, UNIFORM, ONE)),
     ("model.activations_checkpoint_num_layers=2", (FULL, UNIFORM, ONE)),
 ]
-FP8_KEYS = [key for key in KEYS if is_fp8_key(key)]
+FP8_KEYS = [key for key in planned_keys() if is_fp8_key(key)]
 # These change several fields that belong to the keys beside them: margins and counts that FP8 or a switch turns on.
 TOGETHER = {
     "model.fp8": {*FP8_KEYS, "model.fp8"},
     "model.fp8_recipe": {"model.fp8_recipe"},
     "model.fp8_emulate": {*FP8_KEYS, "model.fp8"},
-    "model.first_last_layers_bf16": {key for key in KEYS if key.endswith("_bf16")},
+    "model.first_last_layers_bf16": {key for key in planned_keys() if key.endswith("_bf16")},
 }
 # What megatron-core's own __post_init__ copies from another field.
 COPIED = {
@@ -171,9 +175,15 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
         or key.endswith(("_parallel_size", "_bf16", "sequence_parallel"))
     }
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
+    expected.add("model.data_parallel_sharding_strategy")
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
-    assert set(KEYS) == expected | {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}
+    expected |= {
+        "model.grad_reduce_in_fp32",
+        "model.tp_comm_overlap",
+        "model.ddp_bucket_size",
+    }
+    assert set(planned_keys()) == expected
 
 
 TC, DDP, OPT = "TransformerConfig", "DistributedDataParallelConfig", "OptimizerConfig"

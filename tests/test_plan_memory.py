@@ -7,16 +7,16 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
-from gpt_pretrain.features.moe_permute import MOE_PERMUTE
+from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     layer_activations,
     on_rank,
-    passage,
     passing_bytes,
     plan_stages,
     rank_load,
+    token_dispatch,
 )
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
@@ -108,13 +108,13 @@ def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
         assert even == {mean}
         assert full == {-(-mean * load // unit) * unit}
         assert load == pytest.approx(1 + (112 / (127 * 16)) ** 0.5)
-        way = passage(model, on_rank(layer, 1.0))
+        way = token_dispatch(model, on_rank(layer, 1.0))
         assert (way.sent, way.received) == (8 * layer[0].tokens, 16 * mean)
         assert (way.exchanged, way.sorted, way.padded) == (True, True, fp8 != "none")
         # Gathered and added up: 2 + 3, and again backward; sorted there and back, forward and backward: 8.
         assert way.passes([]) == 10 * way.sent + (8 if fp8 == "none" else 16) * way.received
         # Fused, a token's side of it once for all of its eight rows.
-        assert way.passes([]) - way.passes([MOE_PERMUTE]) == (10 - 4 * (1 + 1 / 8)) * way.sent
+        assert way.passes([]) - way.passes([MoePermute()]) == (10 - 4 * (1 + 1 / 8)) * way.sent
 
 
 @pytest.mark.parametrize(
@@ -208,6 +208,44 @@ LAYER_WEIGHTS = 218_103_808
 def test_bytes_per_fp8_weight(overrides, name, bytes_per_weight):
     items = plan_of("model=llama3_8b", *overrides).memory.worst.items
     assert items[name] == 32 * LAYER_WEIGHTS * bytes_per_weight
+
+
+# The embedding and the LM head of Llama 3 8B each, and a layer with its two norms.
+TABLE, LAYER = 128_256 * 4096, LAYER_WEIGHTS + 2 * 4096
+
+
+@pytest.mark.parametrize(
+    ("overrides", "part", "sections"),
+    [
+        # The largest two that follow each other: the head and the last layer.
+        ((), 1 / 4, TABLE + LAYER),
+        (("model.grad_reduce_in_fp32=false",), 1 / 8, (TABLE + LAYER) / 2),
+        # Two layers each, and four.
+        (("model.ddp_bucket_size=300_000_000",), 1 / 4, TABLE + 2 * LAYER),
+        (("model.ddp_bucket_size=700_000_000",), 1 / 4, 8 * LAYER),
+        # The head is the embedding, which has memory of its own.
+        (("model.share_embeddings_and_output_weights=true",), 1 / 4, TABLE + 2 * LAYER),
+        (("model.tensor_model_parallel_size=2",), 1 / 2, TABLE / 2 + LAYER_WEIGHTS / 2 + 2 * 4096),
+        # Each chunk of a stage has its own.
+        (
+            ("model.pipeline_model_parallel_size=2", "model.virtual_pipeline_model_parallel_size=2"),
+            1 / 2,
+            TABLE + LAYER + 2 * LAYER,
+        ),
+    ],
+)
+def test_bytes_of_sharded_gradients(overrides, part, sections):
+    plan = plan_of("model=llama3_8b", "parallelism=zero2", "plan.num_gpus=4", *overrides)
+    items, stage = plan.memory.worst.items, plan_stages(plan.spec)[plan.memory.worst.stage]
+    assert items["gradients"] == pytest.approx(4 * part * stage.num_parameters)
+    assert items["gradients being reduced"] == 4 * sections
+
+
+def test_sharded_gradients_are_a_way_out():
+    told = ways_out(
+        "experiment=llama3_8b_8gpu", "parallelism=dp", "plan.gpu=h100", "fp8=delayed", "model.fp8_params=true"
+    )
+    assert "model.data_parallel_sharding_strategy=optim_grads" in told
 
 
 def test_fp8_weights_with_small_states_take_nine_bytes_and_gradients_are_not_copied():

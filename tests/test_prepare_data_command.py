@@ -5,7 +5,7 @@ import pytest
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.prepare_data import main
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.runs import small_run_arguments
 
 

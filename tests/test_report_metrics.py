@@ -172,14 +172,13 @@ def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tm
     assert [start.step for start in metrics.starts] == [0, 20]
 
 
-def test_skipped_steps_and_spikes_follow_the_history_of_their_run(tmp_path):
-    later = [replace(SKIPPED, step=20), replace(SPIKE, step=21)]
-    write(tmp_path, StartRecord(step=0, time_unix=1.0), SKIPPED, SPIKE, *later)
+def test_skipped_steps_follow_the_history_of_their_run(tmp_path):
+    write(tmp_path, StartRecord(step=0, time_unix=1.0), SKIPPED, SPIKE, replace(SKIPPED, step=20))
     write(tmp_path, StartRecord(step=15, time_unix=2.0))
 
     metrics = load_metrics(tmp_path)
 
-    assert (metrics.skipped_steps, metrics.loss_spikes) == ([SKIPPED], [SPIKE])
+    assert metrics.skipped_steps == [SKIPPED]
 
 
 def test_a_rewind_supersedes_what_was_written_of_the_steps_it_gave_up(tmp_path):
@@ -192,7 +191,6 @@ def test_a_rewind_supersedes_what_was_written_of_the_steps_it_gave_up(tmp_path):
 
     assert [(record.step, record.loss) for record in metrics.train] == [(10, 7.0), (20, 6.0), (30, 1.0), (40, 0.5)]
     assert [record.step for record in metrics.validation] == [20]
-    assert metrics.loss_spikes == []
     assert metrics.rewinds == [REWIND]
     assert [start.step for start in metrics.starts] == [0], "step 25 is one that was given up"
     # The record of step 30 counts samples that nothing was trained on.

@@ -11,11 +11,12 @@ from gpt_pretrain.__main__ import main
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.files import ForeignFileError, new_directory, open_to_append, unfinished_path, write_file
-from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.training.run import train
 from tests.emulated_training import TINY
+from tests.platforms import spec_of
 
 pytestmark = [pytest.mark.usefixtures("no_launcher"), pytest.mark.timeout(120)]
 QUICK = (*TINY, "trainer.limit_val_batches=0", "logging.tensorboard=false", "sample.max_new_tokens=0")
@@ -131,7 +132,7 @@ def start(compose_config, tmp_path):
         install_cpu_device()
         saves = ("trainer.max_steps=6", "trainer.log_every_n_steps=1", "checkpoint.save_interval=2")
         config = compose_config(*QUICK, *saves, f"run_dir={tmp_path / 'run'}", *overrides)
-        train(config, read_launch({}), after_step=lambda step, _: after_third_step() if step == 3 else None)
+        train(spec_of(config, detect_platform()), after_step=lambda step, _: after_third_step() if step == 3 else None)
 
     return run
 
@@ -186,7 +187,7 @@ def test_a_run_directory_that_comes_back_takes_the_next_checkpoint(compose_confi
     overrides = ("trainer.max_steps=6", "trainer.log_every_n_steps=1", "checkpoint.save_interval=2")
     saves = ("checkpoint.on_save_error=continue", "checkpoint.async_save=false")
     config = compose_config(*QUICK, *overrides, *saves, f"run_dir={run_dir}")
-    train(config, read_launch({}), after_step=after_step)
+    train(spec_of(config, detect_platform()), after_step=after_step)
     records = [json.loads(line) for line in metrics_path(run_dir).read_text().splitlines()]
     saves = [(each["saved_step"], each["problem"] is None) for each in records if each["kind"] == "checkpoint"]
     assert saves == [(2, True), (4, False), (6, True)]

@@ -15,7 +15,7 @@ from tests.launching import REPOSITORY, clean_environment, run_ranks
 
 MOMENTS = {
     "the first import": "import:hydra",
-    "our own modules": "import:gpt_pretrain.commands.door",
+    "our own modules": "import:gpt_pretrain.commands.command",
     "reading a preset": "open:conf/model/tiny.yaml",
     # It puts a state back: OmegaConf takes what is raised there for an error of its own.
     "composing": "call:_invalidate_flags_cache",

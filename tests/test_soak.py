@@ -13,8 +13,8 @@ import os
 import pytest
 import torch
 
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.run.recipes import RECIPES
 from tests.forked_runs import fork_ranks
 from tests.launching import run_ranks
 from tests.runs import small_run_arguments

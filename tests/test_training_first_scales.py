@@ -5,7 +5,7 @@ import torch
 from torch._C._distributed_c10d import HashStore
 
 from gpt_pretrain.training.step import mean_loss
-from gpt_pretrain.training.watches import find_first_scales, settle_scales
+from gpt_pretrain.training.watches import find_first_scales, stabilize_scales
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import run_small
 
@@ -77,7 +77,7 @@ def test_first_step_trains_on_what_bf16_trains_on(micro_batch):
 def test_passes_go_on_until_scales_have_settled(single_process, num_microbatches, scales, passes):
     shown = iter([torch.tensor(each) for each in scales])
     run = []
-    assert settle_scales(lambda: next(shown), lambda: run.append("a pass"), num_microbatches) == passes
+    assert stabilize_scales(lambda: next(shown), lambda: run.append("a pass"), num_microbatches) == passes
     assert len(run) == passes
     assert next(shown, None) is None
 

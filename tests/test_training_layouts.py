@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
 from tests.rounding import gradient_tolerance, loss_tolerance
 from tests.runs import SMALL_RUN, run_small, small_run_arguments

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.forked_runs import fork_ranks
@@ -64,6 +65,22 @@ def test_resumed_run_follows_the_new_configuration(num_ranks, layout, tmp_path, 
     # The first step after the checkpoint starts from its weights; the second shows the update that the betas made.
     assert lower.train[2].loss == other_betas.train[2].loss
     assert lower.train[3].loss != other_betas.train[3].loss
+
+
+def test_tokens_are_counted_by_the_length_of_the_samples_that_they_came_in(tmp_path, cache_dir):
+    """8 samples a step, of 32 tokens in two steps, of 64 in two, and of 32 in one."""
+    short = [*SHORT, "trainer.limit_val_batches=0"]
+    run_small(1, tmp_path, cache_dir, [*short, "trainer.max_steps=2"])
+    longer = [*short, "model.encoder_seq_length=64", "trainer.max_steps=4"]
+    done = fork_ranks(1, small_run_arguments(tmp_path, cache_dir, longer))
+    assert done.returncode == 0, done.stderr[-4000:]
+    told = " ".join(done.stdout.split())
+    assert "model.encoder_seq_length=64 (saved with 32): " in told
+    assert "sample 16 of the new ones" in told
+    metrics = run_small(1, tmp_path, cache_dir, [*short, "trainer.max_steps=5"])
+    assert [record.consumed_tokens for record in metrics.train] == [256, 512, 1024, 1536, 1792]
+    assert metrics.summary.consumed_tokens == 1792
+    assert read_manifest(tmp_path / "checkpoints" / "step_00000005").earlier_lengths == ((16, 32), (16, 64))
 
 
 def test_checkpoints_come_at_their_interval_and_any_can_be_resumed(tmp_path, cache_dir):

@@ -7,7 +7,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
-from gpt_pretrain.checkpoint.manifest import Progress, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, check_files, read_manifest
 from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.rewind import checkpoints_away_from, take_back
@@ -86,7 +86,7 @@ def test_what_is_given_up_goes_and_nothing_else(tmp_path):
     for step, saved_at in ((15, 1014.0), (10, 1010.0), (20, 1020.0), (30, 1030.0), (500, 1001.0)):
         publish(tmp_path, step, saved_at=saved_at)
     with emulated_training():
-        now = Progress(step=34, consumed_samples=136, given_up=((11, 1015.0), (31, 2000.0)))
+        now = TrainingProgress(step=34, consumed_samples=136, given_up=((11, 1015.0), (31, 2000.0)))
         paths = checkpoints_away_from(tmp_path, [33], now, before=33, margin=4)
         assert paths == [tmp_path / "step_00000020", tmp_path / "step_00000010"], "step 30 is too near"
         assert checkpoints_away_from(tmp_path, [22, 33], now, before=33, margin=4) == paths[1:]

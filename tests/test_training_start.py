@@ -8,7 +8,7 @@ import pytest
 from gpt_pretrain.__main__ import main
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import config_to_yaml
-from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.header import describe_changes
@@ -16,6 +16,7 @@ from gpt_pretrain.training.run import train
 from gpt_pretrain.training.stop import EXIT_CODES
 from tests.emulated_training import TINY
 from tests.launching import run_ranks
+from tests.platforms import spec_of
 
 NEWEST = "step_00000002"
 EMULATED = ("fp8=delayed", "model.fp8_emulate=true")
@@ -28,7 +29,8 @@ def start(compose_config):
     def run(run_dir, *overrides):
         quick = ("trainer.max_steps=2", "trainer.limit_val_batches=0", "logging.tensorboard=false")
         install_cpu_device()
-        return EXIT_CODES[train(compose_config(*TINY, *quick, f"run_dir={run_dir}", *overrides), read_launch({}))]
+        config = compose_config(*TINY, *quick, f"run_dir={run_dir}", *overrides)
+        return EXIT_CODES[train(spec_of(config, detect_platform()))]
 
     return run
 

@@ -11,7 +11,7 @@ import time
 
 import pytest
 
-from gpt_pretrain.commands.door import ALONE
+from gpt_pretrain.commands.command import ALONE
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.watchdog import EXIT_CODE, STEP_FACTOR, Watchdog
 from tests.runs import small_run_arguments

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 
 SEQUENCE_LENGTH = 16
 

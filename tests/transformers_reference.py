@@ -28,7 +28,7 @@ from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.step import StepResult, mean_loss, train_step
 from tests.platforms import spec_of
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.document import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
+from gpt_pretrain.benchmark.report import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
 from gpt_pretrain.benchmark.results import (
     Forecast,
     Machine,
@@ -47,8 +47,8 @@ from gpt_pretrain.benchmark.variants import (
     variant_refusals,
 )
 from gpt_pretrain.benchmark.worker import run_task
+from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_config
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_yaml
@@ -56,7 +56,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.report.console import console_of_width, print_line
-from gpt_pretrain.rules.gate import Job, load_config
+from gpt_pretrain.rules.jobs import Job, load_config
 from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve

@@ -32,11 +32,9 @@ from torch.profiler import ProfilerActivity, profile
 from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.schema import BenchmarkConfig, Config
-from gpt_pretrain.features.resolve import build_run_spec, detect_platform
+from gpt_pretrain.config.schema import BenchmarkConfig
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.megatron.model import build_model, translate_optimizer
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.megatron.parallel import process_groups, user_buffers
@@ -47,17 +45,15 @@ from gpt_pretrain.training.meter import memory_gib
 from gpt_pretrain.training.step import mean_loss
 
 
-def run_bare_loop(config: Config, launch: Launch, after_step: Callable[[int], None]) -> None:
+def run_bare_loop(spec: RunSpec, after_step: Callable[[int], None]) -> None:
     """Trains `trainer.max_steps` steps on this rank and calls `after_step` with the number of each.
 
     Raises `ConfigError` if the machine refuses the configuration or this loop lacks a feature.
     """
-    platform = detect_platform()
-    spec = build_run_spec(config, launch, platform)
     check_machine(spec)
-    with process_groups(config.model, launch, platform), user_buffers(spec):
+    with process_groups(spec.model, spec.launch, spec.platform), user_buffers(spec):
         step = build_bare_step(spec)
-        for number in range(1, config.trainer.max_steps + 1):
+        for number in range(1, spec.config.trainer.max_steps + 1):
             step()
             after_step(number)
 
@@ -69,6 +65,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         "virtual_pipeline_model_parallel_size": None,
         "context_parallel_size": 1,
         "overlap_moe_expert_parallel_comm": False,
+        "data_parallel_sharding_strategy": None,
     }
     problems = [
         f"the bare loop cannot run model.{name}={show(value)}; use {show(without)}, or leave `bare` out of "

@@ -19,8 +19,8 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
-from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.check import config_problems, ranges
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.rules.no_effect import given_without_effect, unread_keys
 from gpt_pretrain.rules.overrides import parse_override, single_value
@@ -173,9 +173,7 @@ def _without(overrides: Sequence[str], variant: Variant, unread: Mapping[str, st
 def benchmark_problems(config: Config) -> Iterator[str]:
     """The rules about the keys of `benchmark`; each run checks the rules about runs."""
     benchmark = config.benchmark
-    for name in ("warmup_steps", "steps", "interval", "rounds"):
-        if getattr(benchmark, name) < 1:
-            yield f"benchmark.{name}={getattr(benchmark, name)} is too small; use 1 or more"
+    yield from ranges(config, "benchmark.")
     if min(benchmark.interval, benchmark.steps) >= 1 and benchmark.steps % benchmark.interval:
         yield (
             f"benchmark.steps={benchmark.steps} is not a multiple of benchmark.interval={benchmark.interval}; use "

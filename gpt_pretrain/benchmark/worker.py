@@ -27,7 +27,8 @@ from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch, read_launch, start_command, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.run.run_spec import RunSpec
 
 TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
 WATCH_S = 2.0
@@ -52,7 +53,7 @@ class Task:
         """The run's configuration."""
         config_dir = None if self.config_dir is None else Path(self.config_dir)
         source = Source(config_name=self.config_name, config_path=Path(self.config_path), config_dir=config_dir)
-        # A process of its own: it imports what the benchmark's did.
+        # A new process imports the extensions that the benchmark's process imported.
         extended_loader(self.overrides, source)
         return load_config(self.overrides, source)
 
@@ -68,7 +69,7 @@ class Outcome[Result]:
     results: tuple[Result, ...] = ()
     """One per rank, rank 0 first; empty if the task failed."""
     problem: str | None = None
-    """Why it failed, from the rank that failed first."""
+    """Why the task failed, from the rank that failed first."""
 
 
 def run_task[Result: JsonObject](
@@ -134,29 +135,28 @@ def _run_processes(task: Path, output: Path, num_processes: int, watch: Callable
             raise
 
 
-def _train(config: Config, launch: Launch, after_step: Callable[..., None] | None = None) -> None:
+def _train(spec: RunSpec, after_step: Callable[..., None] | None = None) -> None:
     """Trains to the last step, from the run directory's newest checkpoint if it has one."""
     from gpt_pretrain.training.run import train
 
-    reason = train(config, launch, after_step)
+    reason = train(spec, after_step)
     if reason != "max_steps":
         raise RunError(f"the run ended early: {reason}")
 
 
-def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Measured:
+def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
     from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch, run_bare_loop
-    from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.megatron.core_fields import params_dtype
 
-    platform = detect_platform()
+    config, platform = spec.config, spec.platform
     profiler = None
-    if task.profiled and launch.is_rank_zero:
+    if task.profiled and spec.launch.is_rank_zero:
         profiler = StepProfiler(folder / TRACE, PROFILED_STEPS, cuda=platform.cuda)
     watch = Stopwatch(config.benchmark, platform=platform, launched_unix=task.launched_unix, profiler=profiler)
     if task.kind == "bare":
-        run_bare_loop(config, launch, watch.after_step)
+        run_bare_loop(spec, watch.after_step)
     else:
-        _train(config, launch, watch.after_step)
+        _train(spec, watch.after_step)
     assert watch.first_step_s is not None
     assert watch.memory_gib is not None
     return Measured(
@@ -165,7 +165,7 @@ def _measure_run(task: Task, folder: Path, config: Config, launch: Launch) -> Me
         memory_gib=watch.memory_gib,
         loss=watch.loss,
         losses=watch.losses,
-        dtype=params_dtype(build_run_spec(config, launch, platform)).value,
+        dtype=params_dtype(spec).value,
         kernels=() if profiler is None else profiler.kernels,
         parts=() if profiler is None else profiler.parts,
     )
@@ -195,22 +195,22 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
     prepare_libraries()
     if task.kind == "forecast":
         return forecast(config)
+    from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
     install_cpu_device()
+    platform = detect_platform()
     if not trains:
-        from gpt_pretrain.features.resolve import detect_platform
-
-        platform = detect_platform()
         if task.kind == "platform":
             return PlatformSeen(platform=platform)
         from gpt_pretrain.benchmark.measure import describe_machine
 
         return MachineSeen(platform=platform, machine=describe_machine(platform))
+    spec = build_run_spec(config, launch, platform)
     try:
         if task.kind != "train":
-            return _measure_run(task, folder, config, launch)
-        _train(config, launch)
+            return _measure_run(task, folder, spec)
+        _train(spec)
         return TrainingDone(max_steps=config.trainer.max_steps)
     except Exception as error:
         from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
@@ -218,7 +218,7 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
         if not ran_out_of_memory(error):
             raise
         traceback.print_exc()
-        raise UserError(explain_out_of_memory(config, launch, error)) from error
+        raise UserError(explain_out_of_memory(spec, error)) from error
 
 
 def main(arguments: list[str]) -> int:

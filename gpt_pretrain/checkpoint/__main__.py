@@ -21,11 +21,11 @@ from rich.text import Text
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of, unfinished_saves
 from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason, visible
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.report.console import console_of_width
-from gpt_pretrain.run.recipes import recipes_of
 
 
 class Task(Enum):

@@ -33,7 +33,7 @@ from gpt_pretrain.checkpoint.directory import (
     step_of,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import Manifest, Progress, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import Manifest, TrainingProgress, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     EXTRA_STATE,
@@ -93,7 +93,7 @@ class Start:
 class Restored:
     """The result of loading a checkpoint."""
 
-    progress: Progress
+    progress: TrainingProgress
     """How far the saved run was; a run's start if only the weights were taken."""
     notes: Sequence[str]
     """Differences from the saved run, for the user."""
@@ -288,7 +288,14 @@ def load_checkpoint(
         else:
             _seed_anew(model.seed, manifest.step)
     digests = state.get(FP8_DIGESTS) if restores_fp8 else None
-    return Restored(progress=manifest.progress, notes=notes, fp8_digests=digests)
+    progress = manifest.progress_at(model.encoder_seq_length)
+    if progress.earlier_lengths != manifest.earlier_lengths:
+        notes.append(
+            f"model.encoder_seq_length={model.encoder_seq_length} (saved with {manifest.sequence_length}): the samples "
+            f"are cut anew, and the run goes on with sample {progress.consumed_samples:,} of the new ones; some "
+            "documents of this epoch are read again, or not at all"
+        )
+    return Restored(progress=progress, notes=notes, fp8_digests=digests)
 
 
 def load_weights(
@@ -315,7 +322,7 @@ def load_weights(
         state = _load(path, trainable, sharded_model(trainable.model), left_out)
         weights = {name: state[name] for name in chunks_by_name(trainable.model)}
         make_masters_from_weights(trainable.optimizer, trainable.model, weights)
-    return Restored(progress=Progress(step=0, consumed_samples=0), notes=notes)
+    return Restored(progress=TrainingProgress(step=0, consumed_samples=0), notes=notes)
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -44,7 +44,7 @@ class FileDigest(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress(JsonObject):
+class TrainingProgress(JsonObject):
     """How far a run is; manifests of older checkpoints lack the fields with defaults."""
 
     step: int
@@ -66,10 +66,17 @@ class Progress(JsonObject):
     of that step or a later one that were saved before that time (`directory.is_given_up`)."""
     resumed_from: tuple[str, ...] = ()
     """Which checkpoints `checkpoint.resume=PATH` has named on the way here (`directory.name_in`)."""
+    earlier_lengths: tuple[tuple[int, int], ...] = ()
+    """What was consumed before model.encoder_seq_length changed: numbers of samples, and the value for each."""
+
+    def consumed_tokens(self, sequence_length: int) -> int:
+        """Training tokens behind the run in the data, the last of them in samples of `sequence_length` tokens."""
+        since = self.consumed_samples - sum(num_samples for num_samples, _ in self.earlier_lengths)
+        return since * sequence_length + sum(num_samples * length for num_samples, length in self.earlier_lengths)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest(Progress):
+class Manifest(TrainingProgress):
     """What a checkpoint says of itself and of the run that saved it."""
 
     time_unix: float
@@ -103,9 +110,24 @@ class Manifest(Progress):
         return isinstance(section, dict) and section.get("reset_fp8_state") is True
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainingProgress:
         """How far the run was."""
-        return Progress(**{field.name: getattr(self, field.name) for field in fields(Progress)})
+        return TrainingProgress(**{field.name: getattr(self, field.name) for field in fields(TrainingProgress)})
+
+    @property
+    def sequence_length(self) -> int | None:
+        """Tokens of a sample; None if its configuration does not say."""
+        section = self.config.get("model")
+        length = section.get("encoder_seq_length") if isinstance(section, dict) else None
+        return length if type(length) is int else None
+
+    def progress_at(self, sequence_length: int) -> TrainingProgress:
+        """How far the run was, for a run whose samples have so many tokens."""
+        saved, done = self.sequence_length, self.progress
+        if saved is None or saved == sequence_length:
+            return done
+        since = done.consumed_samples - sum(num_samples for num_samples, _ in done.earlier_lengths)
+        return replace(done, earlier_lengths=(*done.earlier_lengths, (since, saved)))
 
 
 def installed_versions() -> dict[str, str]:

@@ -1,6 +1,6 @@
 """Saves checkpoints beside the training loop, which stalls only while its state is copied.
 
-    save()  plan who writes what → room on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
+    save()  plan who writes what → space on the disk? → copy to host memory ┬→ the loop goes on; poll() at each step
                                                                            └→ a thread writes, hashes, syncs, renames
 
 megatron-core and torch plan which parts a rank holds, and which of the ranks with the same part writes it
@@ -43,7 +43,7 @@ from gpt_pretrain.checkpoint.directory import (
     latest_checkpoint,
     time_after,
 )
-from gpt_pretrain.checkpoint.manifest import Manifest, Progress, installed_versions
+from gpt_pretrain.checkpoint.manifest import Manifest, TrainingProgress, installed_versions
 from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     FP8_DIGESTS,
@@ -139,7 +139,7 @@ class SaveOutcome:
 class _Running:
     """A save that is being written."""
 
-    progress: Progress
+    progress: TrainingProgress
     began: float
     stall_s: float
     written: futures.Future[tuple[int, float]]
@@ -202,7 +202,7 @@ class CheckpointSaver:
         """Takes the host memory that saves copy into; every rank calls it, with the parameters gathered."""
         self._buffer.reserve(_plan_share(self._trainable, checkpoint_path(self.directory, 0)))
 
-    def save(self, progress: Progress, *, by_clock: bool = False) -> list[SaveOutcome]:
+    def save(self, progress: TrainingProgress, *, by_clock: bool = False) -> list[SaveOutcome]:
         """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
 
         The caller has waited for the save before. `by_clock`: only `checkpoint.save_interval_minutes` asks for one.
@@ -321,7 +321,7 @@ class CheckpointSaver:
     def _write(
         self,
         destination: Destination,
-        progress: Progress,
+        progress: TrainingProgress,
         gives_way: bool,
         share: Share | str,
         written: futures.Future[tuple[int, float]],

@@ -89,7 +89,7 @@ class HostBuffer:
         self._is_locked = False
 
     def reserve(self, share: Share) -> None:
-        """Makes room for a share before it is needed."""
+        """Reserves memory for a share before the share is needed."""
         num_bytes = sum(_aligned(item.num_bytes) for item in share.items if isinstance(item.data, torch.Tensor))
         if num_bytes <= len(self._bytes):
             return

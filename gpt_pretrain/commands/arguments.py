@@ -17,12 +17,12 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from gpt_pretrain.config.convert import read_value
 from gpt_pretrain.config.errors import ConfigError, written
 from gpt_pretrain.config.keys import Key, did_you_mean, is_known, nearest_name, schema_sections, section_keys
-from gpt_pretrain.config.values import read_value
 
 _BOLD, _DIM, _CYAN = 1, 2, 36
-# A narrower terminal breaks lines itself: the names of groups leave no room to wrap.
+# A narrower terminal breaks the lines by itself: the names of groups leave no width to wrap.
 _NARROWEST = 40
 _OPTIONS = """\
 --help, -h               this text, with the values the other arguments give

@@ -1,17 +1,24 @@
-"""The command line of a run: `parse_command_line` → `check_request` → `show` or `run_hydra`.
+"""The command line of a run: `parse_command_line` → `check_request` → `show`, or the jobs.
 
-Hydra itself answers its options (`--cfg`, `--info`, `-m`, shell completion, …); only `--help` and the errors are ours.
+Hydra itself answers its options that show something (`--cfg`, `--info`, shell completion, …); only `--help` and the
+errors are ours. `hydra_settings` gives a job what Hydra's own keys (`hydra.run.dir`, `hydra.job.chdir`, …) ask for.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
+from typing import Any, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log, env_override
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -32,10 +39,12 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
 from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
-from gpt_pretrain.rules.gate import Job, check_command
+from gpt_pretrain.rules.jobs import Job, check_command
+from gpt_pretrain.rules.overrides import by_split
 
 # Hydra's option that is not supported, and never offered.
 _REFUSED = "--experimental-rerun"
@@ -53,9 +62,9 @@ class Request:
 
     @property
     def runs(self) -> bool:
-        """Whether it runs the command rather than shows something."""
+        """Whether the command line runs the command rather than shows something."""
         options = self.options
-        # What --cfg and --info show may be incomplete, and no rules check it.
+        # A configuration that --cfg and --info show may be incomplete, and no rules check it.
         return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
 
     @property
@@ -114,7 +123,7 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     if options.experimental_rerun is not None:
         raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
     if options.config_path is not None:
-        # Hydra would resolve it relative to this file, not to the working directory.
+        # Hydra would resolve the path relative to this file, not to the working directory.
         options.config_path = str(Path(options.config_path).resolve())
     source = Source(
         config_name=options.config_name or "config",
@@ -122,7 +131,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
         config_dir=None if options.config_dir is None else Path(options.config_dir),
     )
     loader = extended_loader(options.overrides, source)
-    return Request(options=options, loader=loader, overrides=tuple(map(_with_two_plus_signs, options.overrides)))
+    overrides = chain.from_iterable(by_split(_with_two_plus_signs(given)) for given in options.overrides)
+    return Request(options=options, loader=loader, overrides=tuple(overrides))
 
 
 def _with_two_plus_signs(override: str) -> str:
@@ -182,7 +192,7 @@ def show(request: Request, doc: str) -> None:
         ConfigError: Hydra refuses to show it.
     """
     if not request.options.help:
-        run_hydra(request)
+        _show_with_hydra(request)
         return
     loader = request.loader
     composed = loader.compose(request.overrides)
@@ -192,14 +202,8 @@ def show(request: Request, doc: str) -> None:
     print_help(doc, schema_keys(), values, {group: loader.options(group) for group in loader.groups()}, choices)
 
 
-def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None) -> None:
-    """Hands the command line to Hydra, as `hydra.main` does, with the gate's loader.
-
-    `task` runs one job and keeps its errors; None if something is only shown.
-
-    Raises:
-        UserError: Hydra refuses it, or cannot write where its settings say.
-    """
+def _show_with_hydra(request: Request) -> None:
+    """Hands the command line to Hydra, as `hydra.main` does, with the loader that has checked it."""
     options, name, overrides = request.options, request.loader.source.config_name, list(request.overrides)
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
     GlobalHydra.instance().initialize(hydra)
@@ -210,26 +214,73 @@ def run_hydra(request: Request, task: Callable[[DictConfig], None] | None = None
             hydra.shell_completion(config_name=name, overrides=overrides)
         elif options.info is not None:
             hydra.show_info(options.info, config_name=name, overrides=overrides)
-        elif options.cfg is not None:
-            hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
         else:
-            assert task is not None, "a command line that runs has a task"
-            if options.multirun:
-                hydra.multirun(name, task, [*overrides, "hydra.mode=MULTIRUN"])
-            else:
-                hydra.run(name, task, overrides)
-    except OSError as error:
-        if limit_met(error) is not None:
-            raise
-        settings = request.loader.compose(overrides).hydra
-        places = {"hydra.run.dir": settings.run.dir, "hydra.output_subdir": settings.output_subdir}
-        if options.multirun:
-            places = {"hydra.sweep.dir": settings.sweep.dir, **places}
-        where = ", ".join(f"{key}={written(place)}" for key, place in places.items())
-        raise UserError(
-            f"Hydra cannot write {error.filename}: {error.strerror}; give another directory ({where}), or leave it out"
-        ) from error
+            hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
     except (HydraException, OmegaConfBaseException, ValueError) as error:
         raise ConfigError([composition_problem(error)]) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+@contextmanager
+def hydra_settings(job: Job) -> Iterator[None]:
+    """What a job's own Hydra keys ask for while it runs: a directory, files that describe it, logging, an environment.
+
+    Raises:
+        UserError: Hydra's directory or files cannot be written.
+    """
+    settings = job.composed.hydra
+    # As Hydra's `set_config`, without a copy.
+    HydraConfig.instance().cfg = cast(Any, job.composed)
+    try:
+        directory = _describe_job(job)
+        configure_log(settings.job_logging, settings.verbose)
+        with env_override(settings.job.env_set), chdir(directory) if settings.job.chdir else nullcontext():
+            yield
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+@ended_at_once()
+def _describe_job(job: Job) -> Path:
+    """Makes the directory of `hydra.run.dir` or of a sweep's job, and the files of `hydra.output_subdir`, if any."""
+    composed, settings = job.composed, job.composed.hydra
+    swept = settings.mode is RunMode.MULTIRUN
+    directory = Path(settings.sweep.dir, settings.sweep.subdir) if swept else Path(settings.run.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if settings.output_subdir is not None:
+            (directory / settings.output_subdir).mkdir(parents=True, exist_ok=True)
+            own = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
+            sections = {"config": own, "hydra": {"hydra": settings}, "overrides": settings.overrides.task}
+            for name, section in sections.items():
+                OmegaConf.save(section, directory / settings.output_subdir / f"{name}.yaml")
+    except OSError as error:
+        raise _unwritable(error, settings, "hydra.run.dir", "hydra.output_subdir") from error
+    return directory
+
+
+@ended_at_once()
+def record_sweep(request: Request) -> None:
+    """Writes the composition of a sweep, with what it sweeps over, to `multirun.yaml` in its directory.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    composed = request.loader.compose([*request.overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    directory = Path(composed.hydra.sweep.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(composed, directory / "multirun.yaml")
+    except OSError as error:
+        raise _unwritable(error, composed.hydra, "hydra.sweep.dir") from error
+
+
+def _unwritable(error: OSError, settings: DictConfig, *keys: str) -> Exception:
+    """The error for a place that Hydra's `keys` name; a limit that is met is no matter of the place."""
+    if limit_met(error) is not None:
+        return error
+    where = ", ".join(f"{key}={written(OmegaConf.select(settings, key.removeprefix('hydra.')))}" for key in keys)
+    return UserError(
+        f"Hydra cannot write {error.filename}: {error.strerror}; give another directory ({where}), or leave it out"
+    )

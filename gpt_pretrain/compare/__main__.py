@@ -39,9 +39,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.commands.door import refuse_launcher_and_sweep, run_with_arguments, run_with_config
+from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
-from gpt_pretrain.compare.document import Comparison, save_comparison
+from gpt_pretrain.compare.comparison import Comparison, save_comparison
 from gpt_pretrain.compare.page import table_of_variants, write_page
 from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError, visible
@@ -56,12 +56,12 @@ from gpt_pretrain.report.console import console_of_width
 # These load Hydra, as training does; reading finished runs does without.
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.rules.gate import Job
+    from gpt_pretrain.rules.jobs import Job
 
 FAILED, GATE_MISSED = 1, 4
 # Of a line in a log; a terminal has its own width.
 _WIDTH = 120
-_NUM_HURTS = 3
+_NUM_TENSORS = 3
 _STYLES = {
     "as_good": "bold green",
     "better": "bold green",
@@ -146,9 +146,9 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
         table.add_row(*map(Text, row))
     console.print(table)
     for figures in comparison.figures:
-        for hurt in figures.hurts[:_NUM_HURTS]:
-            shares = f"{format_share(hurt.saturated)} saturated, {format_share(hurt.flushed)} flushed to zero"
-            say(f"{figures.variant}: {hurt.layer} {hurt.tensor}: {shares}", "dim")
+        for tensor in figures.hurts[:_NUM_TENSORS]:
+            shares = f"{format_share(tensor.saturated)} saturated, {format_share(tensor.flushed)} flushed to zero"
+            say(f"{figures.variant}: {tensor.layer} {tensor.tensor}: {shares}", "dim")
     for answer in comparison.answers:
         say(answer.sentence, _STYLES[answer.judgement])
         for reason in answer.reasons:

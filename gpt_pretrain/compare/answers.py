@@ -15,28 +15,28 @@ from decimal import Decimal
 from statistics import fmean
 
 from gpt_pretrain.compare.comparability import find_differences, find_obstacles, find_unchecked
-from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     VERSION,
     Answer,
     Comparison,
     Figures,
     Gate,
-    Hurt,
     Interval,
     Judgement,
     NoiseSource,
     Obstacle,
+    OutOfRangeTensor,
     RunRecord,
     TimeToLoss,
 )
-from gpt_pretrain.compare.statistics import CONFIDENCE, NUM_BATCHES
+from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
+from gpt_pretrain.compare.intervals import CONFIDENCE, NUM_BATCHES
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
-_NUM_HURTS = 10
+_NUM_TENSORS = 10
 
 METHODS = (
     f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "
@@ -243,7 +243,7 @@ def _figures(runs: Sequence[RunRecord]) -> Figures:
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib is not None), default=None),
         skipped_steps=sum(skipped) if skipped else None,
         fp8_share=_mean([run.fp8_share for run in runs]),
-        hurts=tuple(find_hurts(runs)),
+        hurts=tuple(out_of_range_tensors(runs)),
     )
 
 
@@ -253,13 +253,13 @@ def _last_loss(run: RunRecord) -> float | None:
     return fmean(losses) if losses else None
 
 
-def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
+def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
     """The tensors that saturate most, and among equals flush most, by their means over steps and runs."""
     by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
     for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
         by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
-    hurts = [
-        Hurt(
+    tensors = [
+        OutOfRangeTensor(
             layer=layer,
             tensor=tensor,
             saturated=_mean([saturated for saturated, _ in shares]),
@@ -267,7 +267,7 @@ def find_hurts(runs: Sequence[RunRecord]) -> list[Hurt]:
         )
         for (layer, tensor), shares in by_tensor.items()
     ]
-    return sorted(hurts, key=lambda hurt: (hurt.saturated or 0.0, hurt.flushed), reverse=True)[:_NUM_HURTS]
+    return sorted(tensors, key=lambda each: (each.saturated or 0.0, each.flushed), reverse=True)[:_NUM_TENSORS]
 
 
 def gate_problems(config: GateConfig) -> Iterator[str]:

@@ -5,53 +5,26 @@ not state counts as equal, and the comparison says so.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import PurePath
 
-from gpt_pretrain.compare.document import Difference, Obstacle, RunRecord
+from gpt_pretrain.compare.comparison import ConfigDifference, Obstacle, RunRecord
+from gpt_pretrain.config.facts import IDENTITIES, Identity
+from gpt_pretrain.config.keys import schema_keys
 
-# Losses are comparable if these agree: the data, the batch, the unit of the loss, and the model.
-IDENTITY: Mapping[str, tuple[str, ...]] = {
-    "data": (
-        "model.data.data_impl",
-        "model.data.data_prefix",
-        "model.data.text_files",
-        "model.data.text_key",
-        "model.data.splits_string",
-        "model.data.eod_mask_loss",
-    ),
-    "batch": ("model.global_batch_size", "model.encoder_seq_length"),
-    "tokenizer": (
-        "model.tokenizer.library",
-        "model.tokenizer.model",
-        "model.tokenizer.vocab_size",
-        "model.vocab_size",
-    ),
-    "model": (
-        "model.num_layers",
-        "model.hidden_size",
-        "model.ffn_hidden_size",
-        "model.num_attention_heads",
-        "model.num_query_groups",
-        "model.kv_channels",
-        "model.position_embedding_type",
-        "model.rotary_percentage",
-        "model.rotary_base",
-        "model.rope_scaling_factor",
-        "model.normalization",
-        "model.activation",
-        "model.bias",
-        "model.qkv_bias",
-        "model.qk_layernorm",
-        "model.share_embeddings_and_output_weights",
-        "model.num_moe_experts",
-        "model.moe_ffn_hidden_size",
-        "model.moe_router_topk",
-    ),
-}
-_PATHS = frozenset({"model.data.data_prefix", "model.data.text_files", "model.tokenizer.model"})
+_PATHS = frozenset(
+    {"model.data.data_prefix", "model.data.validation_prefix", "model.data.text_files", "model.tokenizer.model"}
+)
 SEED, MICROBATCH = "model.seed", "model.micro_batch_size"
 # These change neither losses nor times.
 _PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")
+
+
+@cache
+def identity() -> Mapping[Identity, Sequence[str]]:
+    """The keys that must agree for losses to be comparable: data, batch, the unit of the loss, and model."""
+    keys = schema_keys().items()
+    return {what: [path for path, key in keys if key.facts.identity == what] for what in IDENTITIES}
 
 
 def _comparable(key: str, value: str) -> str:
@@ -73,7 +46,7 @@ def variant_settings(run: RunRecord) -> dict[str, str]:
 def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
     """What forbids comparing runs with the first of them, the baseline."""
     all_settings = _settings_of(runs[0])
-    known = {key: all_settings[key] for keys in IDENTITY.values() for key in keys if key in all_settings}
+    known = {key: all_settings[key] for keys in identity().values() for key in keys if key in all_settings}
     return [
         Obstacle(run=run.name, key=key, baseline_value=known[key], value=value)
         for run in runs
@@ -82,12 +55,12 @@ def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
     ]
 
 
-def find_differences(runs: Sequence[RunRecord]) -> list[Difference]:
+def find_differences(runs: Sequence[RunRecord]) -> list[ConfigDifference]:
     """The settings, except seeds, that have several values among the runs that state them."""
     settings = [_settings_of(run) for run in runs]
     keys = [key for key in dict.fromkeys(key for each in settings for key in each) if key != SEED]
     return [
-        Difference(key=key, values=tuple(each.get(key, "") for each in settings))
+        ConfigDifference(key=key, values=tuple(each.get(key, "") for each in settings))
         for key in keys
         if len({_comparable(key, each[key]) for each in settings if key in each}) > 1
     ]
@@ -97,7 +70,7 @@ def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
     """What must be equal and some runs do not state."""
     silent: dict[str, list[str]] = {}
     for run in runs:
-        missing = [what for what, keys in IDENTITY.items() if all(run.setting(key) is None for key in keys)]
+        missing = [what for what, keys in identity().items() if all(run.setting(key) is None for key in keys)]
         if missing:
             silent.setdefault(", ".join(missing), []).append(run.name)
     for what, names in silent.items():

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 
+from gpt_pretrain.compare.comparison import Format
 from gpt_pretrain.compare.copies import Copies, rank_of, usual_copies
-from gpt_pretrain.compare.document import Format
 from gpt_pretrain.compare.series import Point, Series
 from gpt_pretrain.config.errors import UserError
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
-from gpt_pretrain.compare.document import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
-from gpt_pretrain.compare.statistics import (
+from gpt_pretrain.compare.comparison import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
+from gpt_pretrain.compare.intervals import (
     NUM_BATCHES,
     Estimate,
     Smoothed,

@@ -17,11 +17,11 @@ from importlib.resources import files
 from pathlib import Path
 
 from gpt_pretrain.compare.answers import format_speedup
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     FILE_NAME,
     Answer,
     Comparison,
-    Difference,
+    ConfigDifference,
     Figures,
     Interval,
     RunRecord,
@@ -183,14 +183,14 @@ def _tables(comparison: Comparison) -> Iterator[str]:
     yield f"<h2>Against {escape(comparison.baseline)}</h2>\n"
     yield _table(*table_of_variants(comparison))
     yield f'<p class="soft">Intervals: {100 * comparison.confidence:g}% confidence.</p>\n'
-    hurts = [
-        (figures.variant, hurt.layer, hurt.tensor, format_share(hurt.saturated), format_share(hurt.flushed))
+    tensors = [
+        (figures.variant, each.layer, each.tensor, format_share(each.saturated), format_share(each.flushed))
         for figures in comparison.figures
-        for hurt in figures.hurts
+        for each in figures.hurts
     ]
-    if hurts:
+    if tensors:
         yield "<h2>Where FP8 hurts</h2>\n"
-        yield _table(["variant", "layer", "tensor", "saturated", "flushed to zero"], hurts, "words")
+        yield _table(["variant", "layer", "tensor", "saturated", "flushed to zero"], tensors, "words")
 
 
 def _plots(comparison: Comparison) -> Iterator[str]:
@@ -266,7 +266,7 @@ def _appendix(comparison: Comparison) -> Iterator[str]:
     yield "</details>\n"
 
 
-def _values(comparison: Comparison, difference: Difference, variant: str) -> str:
+def _values(comparison: Comparison, difference: ConfigDifference, variant: str) -> str:
     """The values that a variant's runs have, each once."""
     runs = zip(comparison.runs, difference.values, strict=True)
     return ", ".join(dict.fromkeys(value or UNKNOWN for run, value in runs if run.variant == variant))

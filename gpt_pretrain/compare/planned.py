@@ -22,8 +22,8 @@ from gpt_pretrain.benchmark.variants import (
     run_dir_override,
 )
 from gpt_pretrain.compare.answers import gate_problems
-from gpt_pretrain.compare.comparability import IDENTITY
-from gpt_pretrain.compare.document import Role
+from gpt_pretrain.compare.comparability import identity
+from gpt_pretrain.compare.comparison import Role
 from gpt_pretrain.compare.sources import numbered
 from gpt_pretrain.config.derived import data_parallel_size
 from gpt_pretrain.config.errors import ConfigError, UserError, divisors, show
@@ -34,7 +34,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
-from gpt_pretrain.rules.check import config_problems
+from gpt_pretrain.rules.check import config_problems, ranges
 
 RUNS = "runs"
 # The sections whose values change losses or times, and their keys that change neither.
@@ -76,10 +76,8 @@ class PlannedRun:
 
 def compare_problems(config: Config) -> Iterator[str]:
     """The rules about the keys of `compare`; `plan_runs` checks each run."""
-    compare = config.compare
-    if compare.seeds < 1:
-        yield f"compare.seeds={compare.seeds} is too small; use 1 or more"
-    yield from gate_problems(compare)
+    yield from ranges(config, "compare.")
+    yield from gate_problems(config.compare)
     try:
         if len(read_variants(config, "compare")) == 1:
             yield "compare.variants has one entry and nothing to compare it with; put the baseline before it: [bf16,…]"
@@ -155,7 +153,7 @@ def plan_runs(
 def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Variant) -> Iterator[str]:
     """What a variant changes although it must share it with the baseline: found here, not after days of training."""
     ours, theirs = (dict(flatten(config_to_dict(configs[each]))) for each in (variant, baseline))
-    for what, keys in IDENTITY.items():
+    for what, keys in identity().items():
         for key in keys:
             if ours[key] != theirs[key]:
                 yield (

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from gpt_pretrain.compare.document import Curve, Format, RunRecord, Setting
-from gpt_pretrain.compare.statistics import interpolate
+from gpt_pretrain.compare.comparison import Curve, Format, RunRecord, Setting
+from gpt_pretrain.compare.intervals import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.report.columns import printable
 from gpt_pretrain.report.records import Fp8Record

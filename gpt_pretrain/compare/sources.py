@@ -19,8 +19,8 @@ from pathlib import Path
 import yaml
 
 from gpt_pretrain.compare.comparability import variant_settings
+from gpt_pretrain.compare.comparison import FILE_NAME, Curve, RunRecord, load_comparison
 from gpt_pretrain.compare.console_logs import read_console_log
-from gpt_pretrain.compare.document import FILE_NAME, Curve, RunRecord, load_comparison
 from gpt_pretrain.compare.series import (
     accumulated,
     as_settings,

@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NoReturn
 
-from gpt_pretrain.compare.document import Format
+from gpt_pretrain.compare.comparison import Format
 from gpt_pretrain.compare.series import MAX_BYTES, MAX_POINTS, Point, Series, check_size
 from gpt_pretrain.config.errors import UserError, format_bytes
 

@@ -32,7 +32,7 @@ from gpt_pretrain.report.columns import format_duration, format_loss, format_rat
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import metrics_path
 from gpt_pretrain.report.records import TrainRecord
-from gpt_pretrain.rules.gate import check_command
+from gpt_pretrain.rules.jobs import check_command
 
 # Folders for the task and the output of each start, and the file with the number of a run's Slurm job.
 _STARTS, _JOB, _PLATFORM = "starts", "job", "platform"
@@ -44,7 +44,7 @@ State = Literal["finished", "failed", "waiting"]
 """What became of a run; waiting: its Slurm job runs or is queued."""
 
 
-class Progress:
+class ProgressLine:
     """Shows which run trains and when it and all runs will be done: one redrawn line, in a log one line per minute."""
 
     def __init__(self, runs: Sequence[PlannedRun], console: Console) -> None:
@@ -137,7 +137,7 @@ def train_variants(
         if submission is None:
             runs = _refused_here(runs, source, overrides, run_dir)
         _tell_left_out(runs, console)
-        progress = Progress(runs, console)
+        progress = ProgressLine(runs, console)
         try:
             trained = _train(runs, source, run_dir, progress, submission)
         except (KeyboardInterrupt, SystemExit):
@@ -190,7 +190,7 @@ def _next_folder(place: Path) -> Path:
 
 
 def _train(
-    runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: Progress, submission: Submission | None
+    runs: Sequence[PlannedRun], source: Source, run_dir: Path, progress: ProgressLine, submission: Submission | None
 ) -> list[tuple[PlannedRun, State]]:
     trained = []
     for number, run in enumerate(runs, start=1):

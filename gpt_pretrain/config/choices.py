@@ -8,7 +8,7 @@ AUTO = "auto"
 
 
 class OpenChoice(Enum):
-    """A choice to which extensions add names (`gpt_pretrain.extend`)."""
+    """A choice to which others add names: extensions (`gpt_pretrain.extend`), and the recipes of FP8."""
 
     @classmethod
     def add(cls, name: str) -> Self:
@@ -94,6 +94,13 @@ class CudaGraphImpl(Enum):
     local = "local"
 
 
+class ShardingStrategy(Enum):
+    """What data-parallel ranks share out, by megatron-core's names: optimizer states and gradients, or weights too."""
+
+    optim_grads = "optim_grads"
+    optim_grads_params = "optim_grads_params"
+
+
 class RecomputeGranularity(Enum):
     """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
 
@@ -124,7 +131,7 @@ class Fp8Backend(Enum):
 
 
 class Fp8RecipeName(OpenChoice):
-    """How FP8 tensors are scaled; the names are megatron-core's and TorchAO's.
+    """How FP8 tensors are scaled; the names are megatron-core's and TorchAO's, one for each record of `config.recipes`.
 
     `delayed`: one scale per tensor, from the largest values of past steps. `tensorwise`: one per tensor, from itself.
     `blockwise`: one per 1×128 values of activations and gradients and per 128×128 of weights, powers of two.
@@ -132,18 +139,6 @@ class Fp8RecipeName(OpenChoice):
     sums, powers of two. `rowwise_with_gw_hp`: the same, but one for the whole weight in dgrad, and weight gradients
     outside FP8. TorchAO has these two and tensorwise.
     """
-
-    delayed = "delayed"
-    tensorwise = "tensorwise"
-    blockwise = "blockwise"
-    mxfp8 = "mxfp8"
-    rowwise = "rowwise"
-    rowwise_with_gw_hp = "rowwise_with_gw_hp"
-
-    @property
-    def preset(self) -> str:
-        """The option of the group `fp8=` that selects it; Transformer Engine's if both engines have it."""
-        return f"torchao_{self.name}" if self.name.startswith("rowwise") else self.name
 
 
 class AmaxComputeAlgo(Enum):

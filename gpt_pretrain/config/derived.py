@@ -3,7 +3,7 @@
 import math
 import re
 
-from gpt_pretrain.config.choices import Activation, Precision
+from gpt_pretrain.config.choices import Activation, Precision, ShardingStrategy
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.schema import CheckpointConfig, Config, ModelConfig, OptimConfig, TrainerConfig
 
@@ -35,6 +35,11 @@ def padded_vocab_size(model: ModelConfig) -> int:
 def uses_distributed_optimizer(model: ModelConfig) -> bool:
     """Whether optimizer states are sharded; null: only with FP8 parameters, which need it."""
     return model.fp8_params if model.use_distributed_optimizer is None else model.use_distributed_optimizer
+
+
+def shards_gradients(model: ModelConfig) -> bool:
+    """Whether a rank keeps its part of the gradients alone."""
+    return model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:
@@ -85,15 +90,19 @@ def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
 
     megatron-core's 40 million, or a million per rank, make many short exchanges: Llama 3 8B on four H200s is 1.0%
     faster with 400 million, and 0.7% with 1,000 million. With few buckets there is little computation to hide them
-    behind, so a bucket holds at most a 16th of a rank's layers.
+    behind, so a bucket holds at most a 16th of a rank's layers. Where gradients are sharded, a rank has memory for two
+    buckets, and these are small.
     """
     if not model.overlap_grad_reduce:
         return None
     if model.ddp_bucket_size is not None:
         return model.ddp_bucket_size
+    least = max(40_000_000, 1_000_000 * num_shards)
+    if shards_gradients(model):
+        return least
     weights = model.num_layers * matmul_parameters_per_layer(model)
     of_rank = weights // (model.tensor_model_parallel_size * model.pipeline_model_parallel_size)
-    return max(40_000_000, 1_000_000 * num_shards, min(400_000_000, of_rank // 16))
+    return max(least, min(400_000_000, of_rank // 16))
 
 
 # What `flops_per_token` computes, for people.
@@ -132,7 +141,9 @@ def min_lr(optim: OptimConfig) -> float:
 
 
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
-    """Training samples of the whole run: the same at each start, because data of several epochs depend on the number.
+    """Training samples of the whole run: the same at each start, because megatron-core's order depends on the number.
+
+    Checkpoints of earlier versions keep that order (`data.corpus.ORDER`).
 
     At step `step` the run, which may resume with another batch size, has consumed or skipped `consumed_samples`, and
     skipped `passed_over` of them. Each rewind may skip the samples of a save interval and the margin, because the

@@ -1,13 +1,13 @@
 """Mistakes that a user can fix: the errors, and how their messages show values and ways out.
 
-`commands.door` prints these errors without a traceback.
+`commands.command` prints these errors without a traceback.
 """
 
 import math
 import os
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from decimal import Decimal
 from enum import Enum
 from typing import Any
@@ -104,6 +104,22 @@ def one_of(values: Sequence[object]) -> str:
     """Values as messages offer them: "1, 2 or 4"."""
     shown = list(values) if len(values) <= 12 else [*values[:11], values[-1]]
     return " or ".join(filter(None, [", ".join(map(str, shown[:-1])), str(shown[-1])]))
+
+
+def refusal(asked: str, setting: str, why: str, *ways: str) -> str:
+    """The message about two settings that exclude each other, and what to use instead."""
+    return f"{asked} cannot be combined with {setting}: {why}; use {', or '.join(ways)}"
+
+
+def indivisible(product: str, divisor: str, *ways: str) -> str:
+    """The message about a number that must be a multiple of another, and what to use instead."""
+    return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
+
+
+def refusals(asked: str, obstacles: Iterable[Sequence[str]], instead: str) -> Iterator[str]:
+    """A message for each obstacle: a setting that excludes what was asked for, why, and ways out besides `instead`."""
+    for setting, why, *ways in obstacles:
+        yield refusal(asked, setting, why, instead, *ways)
 
 
 def divisors(number: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Every dotted key of the schema with its type and documentation, and the key that an unknown one probably means.
+"""Every dotted key of the schema with its type, help and facts, and the key that an unknown one probably means.
 
 The documentation is the string literal below a dataclass's field. Python drops it at run time, so it is read from the
 source. Commands with a few arguments of their own (`commands.arguments`) declare them in the same way.
@@ -16,49 +16,11 @@ from enum import Enum
 from functools import cache
 from operator import attrgetter
 
-from gpt_pretrain.config import choices, own, schema
+from gpt_pretrain.config import own, schema
+from gpt_pretrain.config.facts import NO_FACTS, Facts
+from gpt_pretrain.config.recipes import RECIPES
 
 TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "string", typing.Any: "string or number"}
-
-# Names of NeMo, Megatron-LM, Hugging Face's Trainer and configurations, and torchtitan, by the last part of an unknown
-# key. The closest spelling finds most other names.
-_ALIASES_OF = {
-    "model.tensor_model_parallel_size": "tp",
-    "model.pipeline_model_parallel_size": "pp",
-    "model.context_parallel_size": "cp",
-    "model.expert_model_parallel_size": "ep",
-    "model.moe_router_topk": "num_experts_per_tok",
-    "model.num_layers": "num_hidden_layers",
-    "model.hidden_size": "dim",
-    "model.num_query_groups": "num_key_value_heads n_kv_heads",
-    "model.ffn_hidden_size": "intermediate_size",
-    "model.rotary_base": "rope_theta",
-    "model.layernorm_epsilon": "rms_norm_eps",
-    "model.share_embeddings_and_output_weights": "tie_word_embeddings",
-    "model.encoder_seq_length": "seq_length seq_len",
-    "model.micro_batch_size": "per_device_train_batch_size",
-    "model.activations_checkpoint_granularity": "recompute_granularity",
-    "model.activations_checkpoint_method": "recompute_method",
-    "model.activations_checkpoint_num_layers": "recompute_num_layers",
-    "model.optim.lr": "learning_rate",
-    "model.optim.betas": "adam_beta1 adam_beta2",
-    "model.optim.sched.name": "lr_decay_style",
-    "model.optim.sched.warmup_steps": "lr_warmup_iters",
-    "model.optim.sched.decay_steps": "lr_decay_iters",
-    "model.data.data_prefix": "data_path",
-    "trainer.precision": "bf16",
-    "trainer.max_steps": "train_iters",
-    "trainer.log_every_n_steps": "log_interval",
-    "trainer.val_check_interval": "eval_interval",
-    "trainer.limit_val_batches": "eval_iters",
-    "trainer.gradient_clip_val": "clip_grad max_grad_norm",
-    "run_dir": "output_dir",
-    "model.fp8_params": "fp8_param_gather enable_fsdp_float8_all_gather",
-    "model.fp8_exclude": "filter_fqns",
-    "checkpoint.save_interval": "save_steps",
-    "checkpoint.keep_last": "save_total_limit",
-}
-ALIASES = {alias: key for key, aliases in _ALIASES_OF.items() for alias in aliases.split()}
 
 # Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
@@ -88,7 +50,8 @@ UNSUPPORTED = {
 
 # Values of other programs that a key does not take: what to do instead.
 UNSUPPORTED_VALUES = {
-    **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in choices.Fp8RecipeName},
+    # Transformer Engine's if both engines have one of the name.
+    **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in reversed([*RECIPES.values()])},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",
@@ -116,7 +79,14 @@ class Key:
     """Type of a list's elements or a dict's values; None for other kinds."""
     optional: bool
     """Whether null is a value."""
-    doc: str
+    facts: Facts
+    section: type
+    """The dataclass that has it as a field."""
+
+    @property
+    def doc(self) -> str:
+        """Its help, read from the source when somebody asks: few command lines do."""
+        return _doc(self.section, self.path.rpartition(".")[2])
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -132,6 +102,8 @@ class Key:
             text = f"{TYPE_NAMES[self.item]}s by name"
         else:
             text = " | ".join(self.choices) or TYPE_NAMES[self.kind]
+        if self.facts.has_range:
+            text += f", {self.facts.range_text()}"
         return f"{text} | null" if self.optional else text
 
 
@@ -155,14 +127,14 @@ def _doc(section: type, field: str) -> str:
     return next((doc for each in classes if (doc := _docs(each.__module__).get((each.__name__, field)))), "")
 
 
-def _key(path: str, annotation: typing.Any, doc: str) -> Key:
+def _key(path: str, annotation: typing.Any, facts: Facts, section: type) -> Key:
     optional = False
     if isinstance(annotation, types.UnionType):
         optional = type(None) in typing.get_args(annotation)
         (annotation,) = (part for part in typing.get_args(annotation) if part is not type(None))
     container = typing.get_origin(annotation)
     item = None if container is None else typing.get_args(annotation)[-1]
-    return Key(path=path, kind=container or annotation, item=item, optional=optional, doc=doc)
+    return Key(path=path, kind=container or annotation, item=item, optional=optional, facts=facts, section=section)
 
 
 def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
@@ -174,7 +146,7 @@ def _walk(section: type, prefix: str) -> Iterable[tuple[str, Key | type]]:
             yield path, hint
             yield from _walk(hint, f"{path}.")
         else:
-            yield path, _key(path, hint, _doc(section, field.name))
+            yield path, _key(path, hint, field.metadata.get("facts", NO_FACTS), section)
 
 
 def section_keys(section: type) -> dict[str, Key]:
@@ -194,10 +166,16 @@ def schema_sections() -> dict[str, type]:
     return {path: entry for path, entry in _walk(own.config_class(), "") if isinstance(entry, type)}
 
 
+@cache
+def aliases() -> dict[str, str]:
+    """Names of other programs, each with the key that it stands for."""
+    return {alias: path for path, key in schema_keys().items() for alias in key.facts.aliases}
+
+
 def declare_section(group: str, section: type) -> None:
     """Adds an extension's group of keys to the schema; what was read from the schema before is read again."""
     own.SECTIONS[group] = section
-    for cached in (own.config_class, schema_keys, schema_sections):
+    for cached in (own.config_class, schema_keys, schema_sections, aliases):
         cached.cache_clear()
 
 
@@ -249,7 +227,7 @@ def key_named(path: str) -> str | None:
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:
         return max(elsewhere, key=lambda known: difflib.SequenceMatcher(None, path, known).ratio())
-    return ALIASES.get(leaf.lower())
+    return aliases().get(leaf.lower())
 
 
 def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from enum import Enum
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,9 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
 from gpt_pretrain.config import own
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.facts import NOT_TOLD
 from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
     UNSUPPORTED_VALUES,
@@ -26,64 +29,9 @@ from gpt_pretrain.config.keys import (
     schema_sections,
     unknown_key,
 )
-from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.config.values import WrongValue, convert
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
-# Keys that configurations of earlier versions lack, with the values that keep their models; null leaves kernels and the
-# like to this version, as it does for all keys of `model.` that take true, false or null. Every other new key belongs
-# here: without its value, `export` and `generate` refuse all checkpoints that were saved before.
-_LATER_KEYS = {
-    "extensions": [],
-    "model": {
-        **{field.name: None for field in fields(ModelConfig) if field.type == bool | None},
-        "rope_scaling_factor": None,
-        "qk_layernorm": False,
-        "layer": "gpt",
-        "loss": "cross_entropy",
-        "features": [],
-        "num_moe_experts": None,
-        "moe_ffn_hidden_size": None,
-        "moe_router_topk": 2,
-        "moe_router_load_balancing_type": "aux_loss",
-        "moe_aux_loss_coeff": 0.01,
-        "moe_z_loss_coeff": None,
-        "moe_token_dispatcher_type": "alltoall",
-        "moe_router_padding_for_quantization": False,
-        "moe_grouped_kernel": None,
-        "overlap_moe_expert_parallel_comm": False,
-        "expert_model_parallel_size": 1,
-        "expert_tensor_parallel_size": None,
-        "ddp_bucket_size": None,
-        "tp_comm_overlap": False,
-        "fp8_backend": None,
-        "cross_entropy_fusion_impl": None,
-        "cuda_graph_impl": None,
-        "compile": False,
-        "optim": {
-            "use_precision_aware_optimizer": False,
-            "main_params_dtype": "fp32",
-            "store_param_remainders": True,
-            "exp_avg_dtype": "fp32",
-            "exp_avg_sq_dtype": "fp32",
-        },
-    },
-    "trainer": {"max_spike_rewinds": None, "spike_margin": 100},
-    "checkpoint": {"save_interval_minutes": None},
-    "logging": {"fp8_proof": "stop", "fp8_proof_interval": None},
-    "benchmark": {
-        "variants": [],
-        "overrides": {},
-        "warmup_steps": 10,
-        "steps": 40,
-        "interval": 10,
-        "rounds": 1,
-        "profile": False,
-        "forecast": False,
-        "markdown": None,
-    },
-    "compare": {"variants": [], "seeds": 1, "max_loss_gap": None, "min_speedup": None},
-}
 # Keys of the model that earlier versions saved, and that took no value but false.
 _REMOVED_KEYS = ("nccl_ub", "fp8_multi_head_attention")
 # Sections of every configuration that a run has saved. A user's own file of a few keys lacks some.
@@ -239,9 +187,26 @@ def _load_yaml(path: Path) -> DictConfig:
 
 
 def read_saved_config(saved: DictConfig) -> tuple[Config | None, list[str]]:
-    """`read_config` for what a run of this or an earlier version (`_LATER_KEYS`) has saved."""
+    """`read_config` for what a run of this or an earlier version has saved."""
     whole, problems = _whole(saved)
     return (None, problems) if problems else read_config(whole)
+
+
+@cache
+def _later_values() -> dict[str, Any]:
+    """What configurations of earlier versions mean by the keys that they lack, which keeps their models what they are.
+
+    null leaves kernels and the like to this version, as it does for all keys of `model.` that take true, false or null.
+    """
+    values: dict[str, Any] = {}
+    for path, key in schema_keys().items():
+        before, (*sections, name) = key.facts.before, path.split(".")
+        if before is NOT_TOLD and sections[:1] == ["model"] and key.kind is bool and key.optional:
+            before = None
+        if before is not NOT_TOLD:
+            parent = reduce(lambda inner, section: inner.setdefault(section, {}), sections, values)
+            parent[name] = config_to_dict(before)
+    return values
 
 
 def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
@@ -256,7 +221,7 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
     if many := many_unknown(path for path, _ in flatten(values)):
         return saved, many
     looked_up = list(_interpolations(values))
-    whole = OmegaConf.merge(OmegaConf.create(_LATER_KEYS), own.default_values(), values)
+    whole = OmegaConf.merge(OmegaConf.create(_later_values()), own.default_values(), values)
     assert isinstance(whole, DictConfig)
     return whole, [f"{path} is looked up with ${{…}}, and a run saves values; write the value" for path in looked_up]
 

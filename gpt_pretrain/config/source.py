@@ -1,6 +1,6 @@
 """Where the YAML is and how Hydra composes it: the search path, the groups, and Hydra's errors in our words.
 
-`--config-dir` is searched after `conf/`, `--config-path` replaces it. Hydra's own code composes, so the gate checks
+`--config-dir` is searched after `conf/`, `--config-path` replaces it. Hydra's own code composes, so the checks see
 exactly what Hydra runs.
 
 If `--config-dir` is a run's directory, its `config.yaml` takes the place of every value in the files: it is whole and
@@ -158,7 +158,7 @@ class _Files(ConfigRepository):
         return None if path.is_relative_to(find_conf_dir()) else path
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        # A composition changes what it merges.
+        # A composition changes the files that it merges.
         file = self.read(config_path)
         return None if file is None else file.copy()
 
@@ -200,7 +200,7 @@ def _file_key(source: ConfigSource, config_path: str) -> _FileKey:
 class Loader(ConfigLoaderImpl):
     """Hydra's loader over the search path of `source`, as `hydra.main` would build it.
 
-    It composes each command line once for the gate, `--help` and Hydra itself.
+    It composes each command line once for the checks, `--help` and Hydra itself.
 
     Raises:
         ConfigError: A folder or the primary file does not exist.
@@ -262,7 +262,7 @@ class Loader(ConfigLoaderImpl):
             _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
         merged = _MERGED[files].copy()
         for group, values in own.default_values().items():
-            # Anything but keys is refused when it is read.
+            # A value in place of the group is refused when the configuration is read.
             if group not in merged or OmegaConf.is_dict(merged[group]):
                 merged[group] = OmegaConf.merge(values, merged.get(group, {}))
         if self.saved is not None:
@@ -399,7 +399,7 @@ def composition_problem(error: BaseException) -> str:
     text, cause = str(error), error.__cause__
     if cause is not None and str(cause) not in text:
         text += f"\n{cause}"
-    # OmegaConf's dump of its own state, and advice (`+key`) that the gate would refuse.
+    # OmegaConf's dump of its own state, and advice (`+key`) that the checks would refuse.
     not_ours = ("full_key:", "object_type=", "To append to your", "See http")
     lines = [line for line in map(str.strip, text.splitlines()) if line and not line.startswith(not_ours)]
     return "\n".join(lines) or type(error).__name__

@@ -1,12 +1,9 @@
-"""From the corpus to samples: megatron-core's GPTDataset over the token files, or random tokens.
+"""From the corpus to samples: a megatron-core data set over the token files, or random tokens.
 
 A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, with the next tokens as labels. Each
 split of each file has its own index (document order, sample borders, sample order), built once and kept in the cache.
-
-**The next epoch begins when the data is exhausted.** The index covers as many epochs as the run's samples need, each in
-its own order; megatron-core shuffles whole epochs together and keeps a last, partial one apart. The order follows from
-the seed and the number of samples: a run that resumes with another `trainer.max_steps` sees another order once it needs
-more than one epoch.
+It covers as many epochs as the run's samples need. The order follows from the seed alone (`data.epochs`), and samples
+of several files are drawn by weight, each time from the file that is furthest behind its share.
 """
 
 import io
@@ -33,6 +30,7 @@ from gpt_pretrain.config.files import check_regular, remove
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
+from gpt_pretrain.data.epochs import EpochDataset
 from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
 from gpt_pretrain.launch.signals import ended_while_waiting
 
@@ -144,12 +142,14 @@ def build_datasets(
     sizes = [num_train_samples, num_valid_samples, 0]
     _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
-    split, length = model.data.splits_string, model.encoder_seq_length
+    length = model.encoder_seq_length
+    split: Any = model.data.splits_string if corpus.validation is None else corpus.validation.prefixes
     made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
+    kind = EpochDataset if corpus.is_epoch_by_epoch else GPTDataset
+    if kind is EpochDataset:
+        made_of.append(kind.__name__)
     index = cache / "index" / fingerprint(made_of)[:32]
-    builder = BlendedMegatronDatasetBuilder(
-        GPTDataset, sizes, lambda: True, _megatron_config(model, corpus, sizes, index)
-    )
+    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _megatron_config(model, corpus, sizes, index))
     # A complete index may be on a read-only disk, where no lock can be made.
     is_complete = (index / _COMPLETE).exists()
     writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
@@ -218,8 +218,8 @@ def _plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split:
     """Passes of `num_samples` over a split (0: training, 1: validation); for a blend, the most over any file."""
     num_tokens = num_samples * model.encoder_seq_length
     return max(
-        weight * num_tokens / sizes[split].num_tokens
-        for weight, sizes in zip(corpus.weights, corpus.splits, strict=True)
+        weight * num_tokens / size.num_tokens
+        for weight, size in zip(corpus.blend(split).weights or (), corpus.sizes(split), strict=True)
     )
 
 
@@ -241,12 +241,15 @@ def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
 
 def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index: Path) -> GPTDatasetConfig:
     tokenizer = corpus.tokenizer
-    is_blend = len(corpus.prefixes) > 1
+    blends = [corpus.blend(split) for split in range(2)]
+    named = [(list(blend.prefixes), list(blend.weights or ()) if len(blend.prefixes) > 1 else None) for blend in blends]
+    of_files: dict[str, Any] = {"blend": named[0], "split": model.data.splits_string}
+    if corpus.validation is not None:
+        of_files = {"blend_per_split": [named[0], named[1] if sizes[1] else None, None]}
     config = GPTDatasetConfig(
         random_seed=model.seed,
         sequence_length=model.encoder_seq_length,
-        blend=(list(corpus.prefixes), list(corpus.weights) if is_blend else None),
-        split=model.data.splits_string,
+        **of_files,
         num_dataset_builder_threads=model.data.num_dataset_builder_threads,
         path_to_cache=str(index),
         # All that megatron-core's data sets read of a tokenizer.
@@ -255,7 +258,9 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
             eod=None if tokenizer is None else tokenizer.eod,
             unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
         ),
-        mid_level_dataset_surplus=plan_surplus(corpus.weights, sizes),
+        mid_level_dataset_surplus=max(
+            plan_surplus(blend.weights or (), [size]) for blend, size in zip(blends, sizes, strict=False)
+        ),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=model.data.eod_mask_loss,
@@ -263,5 +268,8 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         create_attention_mask=False,
     )
     # megatron-core would also build the index of a split that nothing reads, and never finish that of an empty one.
-    config.split_matrix = [bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)]
+    if config.split_matrix is not None:
+        config.split_matrix = [
+            bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)
+        ]
     return config

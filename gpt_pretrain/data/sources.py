@@ -1,4 +1,4 @@
-"""Where text comes from: Python's standard library, or the user's own .txt, .jsonl and .parquet files.
+"""Where text comes from: Python's standard library, or the user's own .txt, .jsonl, .parquet and .arrow files.
 
 A new source is a subclass of `TextSource` and a line in `corpus.SOURCES`. A new format of the user's files is a method
 of `FileSource` and a line in its `READERS`.
@@ -17,12 +17,13 @@ import re
 import sysconfig
 import tokenize
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pyarrow
+import pyarrow.ipc
 import pyarrow.parquet
 
 from gpt_pretrain.config.errors import UserError
@@ -30,6 +31,7 @@ from gpt_pretrain.config.files import expand_user
 from gpt_pretrain.data.cache import file_identity
 
 _PARQUET_BATCH_ROWS = 256
+_ARROW_FILE = b"ARROW1"
 _CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
 
 
@@ -141,7 +143,7 @@ class StdlibSource(TextSource):
 
 
 class FileSource(TextSource):
-    """The user's files: .txt (one document a file), .jsonl and .parquet (one document a row).
+    """The user's files: .txt (one document a file), .jsonl, .parquet and .arrow (one document a row).
 
     Patterns are paths or globs with `**` and `~`. Files come in the order of the patterns, those of one pattern sorted
     by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text.
@@ -162,7 +164,7 @@ class FileSource(TextSource):
         """Pieces of one file, by its suffix."""
         try:
             yield from self.READERS[path.suffix](self, path)
-        except (OSError, pyarrow.ArrowInvalid) as error:
+        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise UserError(f"model.data.text_files: {path} cannot be read: {error}") from error
 
     def _read_jsonl(self, path: Path) -> Iterator[Piece]:
@@ -201,23 +203,46 @@ class FileSource(TextSource):
 
     def _read_parquet(self, path: Path) -> Iterator[Piece]:
         with pyarrow.parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if self.text_key not in schema.names:
-                columns = ", ".join(map(repr, schema.names))
-                raise UserError(f"{path}: no column model.data.text_key={self.text_key!r}; it has {columns}")
-            kind = schema.field(self.text_key).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                raise UserError(f"{path}: column {self.text_key!r} is of type {kind}, not string")
+            self._check_column(path, file.schema_arrow)
             num_row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-            row = 0
-            for batch in file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[self.text_key]):
-                for value in batch.column(0):
-                    row += 1
-                    try:
-                        text = value.as_py()
-                    except UnicodeDecodeError as error:
-                        raise UserError(f"{path}, row {row}: {self.text_key!r} is not UTF-8 ({error})") from error
-                    yield from self.cut("" if text is None else text, num_row_bytes)
+            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[self.text_key])
+            yield from self._rows(path, ((batch.column(0), num_row_bytes) for batch in batches))
+
+    def _read_arrow(self, path: Path) -> Iterator[Piece]:
+        """A stream, as Hugging Face's `save_to_disk` writes it, or a file of Arrow's other format, Feather."""
+        with pyarrow.memory_map(str(path)) as file:
+            is_stream = file.read(len(_ARROW_FILE)) != _ARROW_FILE
+            file.seek(0)
+            reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
+            self._check_column(path, reader.schema)
+            batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
+            yield from self._rows(path, map(self._checked_column, batches))
+
+    def _checked_column(self, batch: pyarrow.RecordBatch) -> tuple[pyarrow.Array, int]:
+        # Arrow reads a wrong offset of a mapped file without a check of its own.
+        column = batch.column(self.text_key)
+        column.validate(full=True)
+        return column, batch.nbytes // max(1, len(batch))
+
+    def _check_column(self, path: Path, schema: pyarrow.Schema) -> None:
+        if self.text_key not in schema.names:
+            columns = ", ".join(map(repr, schema.names))
+            raise UserError(f"{path}: no column model.data.text_key={self.text_key!r}; it has {columns}")
+        kind = schema.field(self.text_key).type
+        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
+            raise UserError(f"{path}: column {self.text_key!r} is of type {kind}, not string")
+
+    def _rows(self, path: Path, columns: Iterable[tuple[pyarrow.Array, int]]) -> Iterator[Piece]:
+        """Pieces of the rows of columns, each with the bytes that a row of it takes."""
+        row = 0
+        for column, num_row_bytes in columns:
+            for value in column:
+                row += 1
+                try:
+                    text = value.as_py()
+                except UnicodeDecodeError as error:
+                    raise UserError(f"{path}, row {row}: {self.text_key!r} is not UTF-8 ({error})") from error
+                yield from self.cut("" if text is None else text, num_row_bytes)
 
     def _read_txt(self, path: Path) -> Iterator[Piece]:
         decoder = codecs.getincrementaldecoder("utf-8")()
@@ -248,6 +273,7 @@ class FileSource(TextSource):
         ".txt": _read_txt,
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
+        ".arrow": _read_arrow,
     }
 
 
@@ -255,7 +281,7 @@ def _match(pattern: str) -> list[Path]:
     expanded = expand_user(pattern, "model.data.text_files")
     if expanded.is_dir():
         raise UserError(
-            f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / '*.jsonl'}"
+            f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / _names_in(expanded)}"
         )
     # An existing file comes first: its name may contain the characters of a pattern.
     paths = [expanded] if expanded.exists() else [Path(p) for p in sorted(glob.glob(str(expanded), recursive=True))]
@@ -271,6 +297,12 @@ def _match(pattern: str) -> list[Path]:
         except OSError as error:
             raise UserError(f"model.data.text_files: {path} cannot be read: {error.strerror}") from error
     return paths
+
+
+def _names_in(directory: Path) -> str:
+    """A pattern of the names of files of text in a directory; of Hugging Face's, not of the caches beside its data."""
+    patterns = ["data-*.arrow", *(f"*{suffix}" for suffix in FileSource.READERS)]
+    return next((pattern for pattern in patterns if any(directory.rglob(pattern))), "*.jsonl")
 
 
 def _not_utf8(path: Path, offset: int, byte: int) -> UserError:

@@ -7,7 +7,7 @@ sequences n and of document boundaries d (uint64 each), lengths (int32 × n), by
 (int64 × d), and for multimodal data modes (int8 × n).
 
 This module also reads `model.data.splits_string`, which divides the documents of every file, and
-`model.data.data_prefix`, which names the files and the share of each in a batch.
+`model.data.data_prefix` and `validation_prefix`, which name the files and the share of each in a batch.
 """
 
 import hashlib
@@ -37,6 +37,7 @@ _CHUNK = 16 * 1024 * 1024
 # Blocks of a file that its fingerprint reads.
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
+_KEY = "model.data.data_prefix"
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -72,8 +73,8 @@ class TokenFile:
         return [file_identity(self.bin_path), file_identity(self.idx_path)]
 
 
-def check_token_file(prefix: str) -> TokenFile:
-    """Opens a `.bin/.idx` pair.
+def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
+    """Opens a `.bin/.idx` pair that `key` names.
 
     Raises:
         UserError: A file is missing, is not what its name says, or has another size than the index implies.
@@ -82,7 +83,7 @@ def check_token_file(prefix: str) -> TokenFile:
     for path in (bin_path, idx_path):
         if not path.is_file():
             hint = "; name the path without .bin and .idx" if prefix.endswith((".bin", ".idx")) else ""
-            raise UserError(f"model.data.data_prefix: {path} does not exist{hint}")
+            raise UserError(f"{key}: {path} does not exist{hint}")
     size = idx_path.stat().st_size
     with idx_path.open("rb") as file:
         header = file.read(_HEADER.size)
@@ -270,6 +271,19 @@ def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, wi
     return sizes
 
 
+def check_whole(token_file: TokenFile, split: int, *, sequence_length: int) -> SplitSizes:
+    """All documents of a file as one split, 0 for training or 1 for validation; refused if they fill no sample."""
+    size = SplitSize(num_documents=token_file.num_documents, num_tokens=token_file.num_tokens)
+    if size.num_tokens <= sequence_length:
+        raise UserError(
+            f"{token_file.prefix} has {size.num_documents:,} documents with {size.num_tokens:,} tokens, one "
+            f"{_SPLIT_NAMES[split]} sample of model.encoder_seq_length={sequence_length} needs "
+            f"{sequence_length + 1:,}; use more text or a shorter sequence"
+        )
+    nothing = SplitSize(num_documents=0, num_tokens=0)
+    return tuple(size if index == split else nothing for index in range(len(_SPLIT_NAMES)))
+
+
 @dataclass(frozen=True, slots=True)
 class Blend:
     """Token files and their shares of a batch."""
@@ -280,23 +294,23 @@ class Blend:
     """They sum to 1; None: each file counts by its tokens, as if all were one."""
 
 
-def plan_blend(entries: Sequence[Any]) -> Blend:
-    """Reads `model.data.data_prefix`: paths, or weights and paths in turn. The cross-field rules have checked the form.
+def plan_blend(entries: Sequence[Any], key: str = _KEY) -> Blend:
+    """Reads `key`: paths, or weights and paths in turn. The cross-field rules have checked the form.
 
     Weights must sum to 1 or 100 (to one part in a thousand): normalizing would hide a forgotten or mistyped one.
     """
     if not any(is_weight(entry) for entry in entries):
-        return Blend(tuple(_absolute(entry) for entry in entries))
-    weights, paths = [float(weight) for weight in entries[0::2]], [_absolute(path) for path in entries[1::2]]
+        return Blend(tuple(_absolute(entry, key) for entry in entries))
+    weights, paths = [float(weight) for weight in entries[0::2]], [_absolute(path, key) for path in entries[1::2]]
     total = sum(weights)
     if not (math.isclose(total, 1, rel_tol=1e-3) or math.isclose(total, 100, rel_tol=1e-3)):
         mended = ",".join(f"{weight / total:.4g},{path}" for weight, path in zip(weights, entries[1::2], strict=True))
         raise UserError(
-            f"model.data.data_prefix: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
-            f"they must sum to 1 or 100. In proportion: model.data.data_prefix=[{mended}]"
+            f"{key}: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
+            f"they must sum to 1 or 100. In proportion: {key}=[{mended}]"
         )
     return Blend(tuple(paths), tuple(weight / total for weight in weights))
 
 
-def _absolute(path: Any) -> str:
-    return str(expand_user(str(path), "model.data.data_prefix").absolute())
+def _absolute(path: Any, key: str) -> str:
+    return str(expand_user(str(path), key).absolute())

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from gpt_pretrain.commands.door import run_with_arguments
+from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.doctor.facts import Gpu
 from gpt_pretrain.doctor.probe import examine

@@ -229,7 +229,7 @@ def _probe_transformer_engine() -> TransformerEngine:
     )
 
 
-def _usable_version(name: str, find: Callable[[], tuple[str | None, str | None]]) -> str:
+def _usable_version(name: str, find: Callable[[], platform.Found]) -> str:
     """The version of a library that a run looks up by `find`, unless it does not use it."""
     importlib.metadata.version(name)  # its absence is the answer
     version, problem = find()
@@ -276,7 +276,7 @@ def _probe_application() -> Application:
 
 def _probe_application_on_gpu() -> Application:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
-    import gpt_pretrain.rules.gate
+    import gpt_pretrain.rules.jobs
     from gpt_pretrain.launch.environment import prepare_libraries
 
     prepare_libraries()

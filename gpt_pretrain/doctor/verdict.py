@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import RECIPES, Recipe, recipes_of
 from gpt_pretrain.doctor.facts import Apex, Facts, Failure, Loaded, Torch, TorchAO, TransformerEngine
 from gpt_pretrain.doctor.findings import Blocks, Finding, list_findings
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.rules.machine import recipe_variable_problems, why_no_recipe
-from gpt_pretrain.run.platform import Platform, compiler_problem, environment_fields
-from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of
+from gpt_pretrain.run.platform import Found, Platform, compiler_problem, environment_fields, library_fields
 
 VERSION = 1
 
@@ -59,8 +59,7 @@ class Verdict:
         return 3 if self.trains else 1
 
 
-def _found(library: TransformerEngine | Loaded | TorchAO | Failure) -> tuple[str | None, str | None]:
-    """The fields of `Platform` about a library: its version, or why it is not used where it is installed."""
+def _found(library: TransformerEngine | Loaded | TorchAO | Failure) -> Found:
     if isinstance(library, Failure):
         return None, None if library.is_missing else library.problem
     return library.version, None
@@ -72,9 +71,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
     if not torch.gpus:
         # Without a GPU a run looks for none of the libraries.
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
-    te_version, te_problem = _found(facts.transformer_engine)
-    libraries = {name: _found(library) for name, library in facts.libraries.items()}
-    torchao_version, torchao_problem = _found(facts.torchao)
+    of_features = {name: _found(library) for name, library in facts.libraries.items()}
     parts: Mapping[str, Any] = facts.apex.parts if isinstance(facts.apex, Apex) else {}
     return Platform(
         cuda=True,
@@ -82,12 +79,7 @@ def platform_of(facts: Facts, torch: Torch) -> Platform:
         device_name=torch.gpus[0].name,
         compute_capability=torch.gpus[0].compute_capability,
         torch_cuda=torch.cuda,
-        transformer_engine=te_version,
-        transformer_engine_problem=te_problem,
-        torchao=torchao_version,
-        torchao_problem=torchao_problem,
-        libraries={name: version for name, (version, _) in libraries.items() if version is not None},
-        library_problems={name: problem for name, (_, problem) in libraries.items() if problem is not None},
+        **library_fields(_found(facts.transformer_engine), _found(facts.torchao), of_features),
         **variables,
         **parts,
     )

@@ -6,11 +6,11 @@ from enum import Enum
 from typing import Any, cast
 
 from gpt_pretrain.config import own
+from gpt_pretrain.config.convert import WrongValue, convert
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import group_names
 from gpt_pretrain.config.keys import TYPE_NAMES, declare_section, schema_keys, schema_sections, section_keys
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.config.values import WrongValue, convert
 from gpt_pretrain.extend.registry import register
 
 

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpt_pretrain.config.choices import Fp8RecipeName, LayerName, LossName
+from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName, LayerName, LossName
 from gpt_pretrain.config.errors import UserError, one_of
+from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import register
 
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
     import torch
 
 # Recipes of Transformer Engine, and whether scales can be of either kind.
-VARIED_RECIPES = {"delayed": False, "tensorwise": True, "blockwise": True, "mxfp8": False}
+_VARIED = {recipe.name: recipe.engine.scales_flag is not None for recipe in recipes_of(Fp8Backend.transformer_engine)}
 
 # From a `gpt_pretrain.run.run_spec.RunSpec` and a `megatron.core.transformer.ModuleSpec` to another one.
 type BuildLayer = Callable[[Any, Any], Any]
@@ -65,8 +66,8 @@ def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Call
         powers_of_two: Whether scales are rounded down to powers of two; None: as in the other recipe. Only tensorwise
             and blockwise have both.
     """
-    if of not in VARIED_RECIPES or (powers_of_two is not None and not VARIED_RECIPES[of]):
-        with_both = [known for known, has_both in VARIED_RECIPES.items() if has_both or powers_of_two is None]
+    if of not in _VARIED or (powers_of_two is not None and not _VARIED[of]):
+        with_both = [known for known, has_both in _VARIED.items() if has_both or powers_of_two is None]
         raise UserError(
             f"fp8_recipe {name!r}: of={of!r} with powers_of_two={powers_of_two}; use of={one_of(with_both)}"
         )
@@ -80,7 +81,7 @@ def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Call
 
 
 def feature[F: type[Any]](name: str) -> Callable[[F], F]:
-    """Registers a subclass of `gpt_pretrain.features.feature.Feature`, as a decorator.
+    """Registers a subclass of `gpt_pretrain.features.feature.FusedKernel`, as a decorator.
 
     `model.features=[NAME]` uses it: nothing turns it on by itself, so `key` and `gains` are not asked for. It changes
     how a run computes, not what: a generation from a checkpoint goes without it. What a model computes belongs into a

@@ -8,12 +8,12 @@ from functools import cache, partial
 from typing import Any, override
 
 from gpt_pretrain.config.choices import Activation
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
 from gpt_pretrain.run.products import FC1, FC2
 
 
-class ActivationCast(Feature):
+class ActivationCast(FusedKernel):
     """Fused activation and cast."""
 
     key = "activation_cast_fusion"
@@ -26,7 +26,7 @@ class ActivationCast(Feature):
             yield "model.fp8=false", "there is no cast to compute an activation with"
         elif cause := local_layers(model):
             yield cause, "these layers cast for themselves"
-        elif settings.recipe.block is not None:
+        elif settings.recipe.numerics.block is not None:
             yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
         elif model.tp_comm_overlap and not settings.recipe.keeps_history:
             yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
@@ -40,18 +40,16 @@ class ActivationCast(Feature):
             yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
         elif settings is not None and sizes_known:
             yield from _no_layer_to_fuse_in(run, settings)
-        if (granularity := model.activations_checkpoint_granularity) is not None:
-            yield f"model.activations_checkpoint_granularity={granularity.name}", "not tested with recomputation"
+        yield from self.needs(model, "not tested with recomputation", activations_checkpoint_granularity=None)
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
         return kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        if not spec.platform.cuda or spec.platform.is_hopper:
-            return None
-        return "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if spec.platform.cuda and not spec.platform.is_hopper:
+            yield "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
 
     @override
     def build_into_layer(self, layer: Any) -> None:
@@ -62,8 +60,8 @@ class ActivationCast(Feature):
         # The kernels write their two bytes in place of the BF16 that the plan counts for an unfused activation. What
         # remains is to read the activation's inputs, and its gradient, once more for a scale.
         if kind == FC1:
-            return of_input, 4 * recipe.searches_amax
-        return (2 * recipe.searches_amax if kind == FC2 else of_input), of_gradient
+            return of_input, 4 * recipe.cost.searches_amax
+        return (2 * recipe.cost.searches_amax if kind == FC2 else of_input), of_gradient
 
 
 def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obstacle]:
@@ -99,6 +97,3 @@ def check_arguments(arguments: dict[str, Any]) -> None:
     """Asserts that all are None: the fused activation has no scales of tokens and no mask of experts."""
     given = [name for name, value in arguments.items() if value is not None]
     assert not given, f"the fused activation does not know {given}"
-
-
-ACTIVATION_CAST = ActivationCast()

@@ -9,10 +9,10 @@ from functools import cache
 from typing import Any, override
 
 from gpt_pretrain.config.choices import Precision
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
-class EmbeddingGradient(Feature):
+class EmbeddingGradient(FusedKernel):
     """Gradients added to the rows of an embedding."""
 
     key = "embedding_gradient_fusion"
@@ -35,10 +35,9 @@ class EmbeddingGradient(Feature):
         return platform.cuda and kernels.gradient_accumulation_fusion and 3 * tokens <= rows
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        if spec.kernels.gradient_accumulation_fusion:
-            return None
-        return "model.gradient_accumulation_fusion=true", "null leaves that out here"
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if not spec.kernels.gradient_accumulation_fusion:
+            yield "model.gradient_accumulation_fusion=true", "null leaves that out here"
 
     @override
     def build_into_model(self, chunks: Sequence[Any]) -> None:
@@ -87,6 +86,3 @@ def embedding_class() -> Any:
             return mappings.reduce_from_tensor_model_parallel_region(embeddings, group=self.tp_group)
 
     return AccumulatingEmbedding
-
-
-EMBEDDING_GRADIENT = EmbeddingGradient()

@@ -5,29 +5,38 @@ doctor what it needs. A feature overrides the methods that concern it; the other
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, ClassVar
+from operator import attrgetter
+from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
+from gpt_pretrain.config.errors import refusal, refusals, show
+from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.kernels import Kernels
 from gpt_pretrain.run.platform import Library, Platform
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Recipe
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # A feature's file takes the types of its methods from here.
-__all__ = ["Feature", "Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
+__all__ = ["Kernels", "Lack", "Library", "Obstacle", "Platform", "Recipe", "Resolved", "RunSpec"]
 
-type Lack = tuple[str, str]
-"""What a feature needs, and why this machine does not have it, as a message says it with a colon between them."""
+type Lack = tuple[str, ...]
+"""What a feature needs, why this machine does not have it, and other ways out beside doing without."""
+
+LOCAL_LAYERS = "it compiles megatron-core's local layers"
+COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
 
 
 class Feature:
-    """An optional behaviour with a key of `model.`: true, false, or null where the machine decides."""
+    """An optional behaviour that a key of `model.` asks for."""
 
     key: ClassVar[str]
     """Its name below `model.`."""
+    asked: ClassVar[Any] = True
+    """The value of the key that asks for it."""
+    off: ClassVar[str]
+    """How messages offer to do without it."""
     library: ClassVar[Library | None] = None
     """The optional library that it calls."""
     without_library: ClassVar[str] = ""
@@ -36,10 +45,10 @@ class Feature:
     """The field of megatron-core's `TransformerConfig` that says whether it is used."""
     changes_te_layers: ClassVar[bool] = False
     """It needs Transformer Engine's layers."""
-    off: ClassVar[str] = "null or false"
-    """How messages offer to do without it."""
     compiles_first: ClassVar[bool] = False
     """Its first call compiles for seconds, which does not pay for a few tokens."""
+    not_forecast: ClassVar[str] = ""
+    """What the plan's forecasts leave out in a run with it."""
     attention_speed: ClassVar[float] = 1.0
     """Speed of attention over cuDNN's, forward and backward together."""
     doctor_part: ClassVar[tuple[str, str]] = ("", "")
@@ -53,43 +62,44 @@ class Feature:
     @property
     def setting(self) -> str:
         """What asks for it, as messages name it."""
-        return f"{self.path}=true"
+        return f"{self.path}={show(self.asked)}"
 
-    def wanted(self, model: ModelConfig) -> bool | None:
+    def wanted(self, model: ModelConfig) -> Any:
         """What the configuration says."""
-        value: bool | None = getattr(model, self.key)
-        return value
+        return attrgetter(self.key)(model)
 
     def is_asked(self, model: ModelConfig) -> bool:
-        """Whether the configuration says true."""
-        return self.wanted(model) is True
+        """Whether the configuration asks for it."""
+        return self.wanted(model) is self.asked
 
-    def is_used(self, kernels: Kernels) -> bool:
+    def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""
-        return kernels.features[self.key]
+        return self.is_asked(spec.model)
+
+    def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+        """Why the rules refuse what was asked for; arguments as of `obstacles`."""
+        yield from refusals(self.setting, self.obstacles(run, sizes_known=sizes_known), self.off)
 
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
-        if self.changes_te_layers and run.model.transformer_engine is False:
-            yield "model.transformer_engine=false", "it changes Transformer Engine's layers"
-        if run.model.cuda_graph_impl is CudaGraphImpl.local:
-            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
-        yield from self.own_obstacles(run, sizes_known=sizes_known)
-
-    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-        """`obstacles` that other features do not have."""
         yield from ()
 
-    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
+    @staticmethod
+    def needs(model: ModelConfig, why: str, **values: object) -> Iterator[Obstacle]:
+        """An obstacle for each key of `model.` that has another value than the feature needs."""
+        for key, value in values.items():
+            if getattr(model, key) != value:
+                yield f"model.{key}={show(getattr(model, key))}", why
 
-        `kernels` has what was chosen before, features that stand earlier in `registry.FEATURES` included.
-        """
-        return False
+    def problems_here(self, spec: RunSpec) -> Iterator[str]:
+        """Why this machine cannot do what was asked for."""
+        for needed, why, *ways in self.lacks(spec):
+            yield f"{self.setting} needs {needed}: {why}; use {', or '.join([self.off, *ways])}"
 
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        """What it needs that this machine does not have; None if nothing."""
-        return None
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        """What it needs that this machine does not have."""
+        if self.changes_te_layers and not spec.kernels.transformer_engine:
+            yield "Transformer Engine layers", why_local_layers(spec)
 
     def prepare(self) -> None:
         """Changes megatron-core itself, before the model is built."""
@@ -117,3 +127,44 @@ class Feature:
     def doctor_choice(self, platform: Platform) -> str | None:
         """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""
         return None
+
+
+class FusedKernel(Feature):
+    """A feature whose key is true, false, or null where the machine decides."""
+
+    off = "null or false"
+
+    @property
+    def unset(self) -> str:
+        """The setting that asks for nothing, as messages offer it."""
+        return f"{self.path}=null"
+
+    @override
+    def is_used(self, spec: RunSpec) -> bool:
+        return spec.kernels.features[self.key]
+
+    @override
+    def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
+        yield from super().problems(run, sizes_known=sizes_known)
+        if run.model.compile:
+            why = LOCAL_LAYERS if self.changes_te_layers else COMPILED_ITSELF
+            yield refusal("model.compile=true", self.setting, why, "model.compile=false", self.unset)
+
+    @override
+    def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        if self.changes_te_layers and run.model.transformer_engine is False:
+            yield "model.transformer_engine=false", "it changes Transformer Engine's layers"
+        if run.model.cuda_graph_impl is CudaGraphImpl.local:
+            yield "model.cuda_graph_impl=local", "not tested in replayed layers"
+        yield from self.own_obstacles(run, sizes_known=sizes_known)
+
+    def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
+        """`obstacles` that other kernels do not have."""
+        yield from ()
+
+    def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
+        """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
+
+        `kernels` has what was chosen before, kernels that stand earlier in `registry.KERNELS` included.
+        """
+        return False

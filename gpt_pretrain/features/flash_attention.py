@@ -1,9 +1,8 @@
 """`model.use_flash_attention`: FlashAttention-4 in place of cuDNN in Transformer Engine's attention.
 
-For Llama 3's heads on an H200 its kernels take 94% of the time of cuDNN 9.19's forward and 89% backward
-(benchmarks/flash_attention_h200.md). The package flash-attn-4 is written in CuTe's Python and compiles at its first
-call, which takes seconds per shape of heads (https://github.com/Dao-AILab/flash-attention). `kernels.flash_attention`
-calls it.
+For Llama 3's heads on an H200 it takes 94% of the time of cuDNN 9.19's forward and 89% backward
+(benchmarks/flash_attention_h200.md). `kernels.flash_attention` calls the package flash-attn-4, which compiles at its
+first call, for seconds per shape of heads (https://github.com/Dao-AILab/flash-attention).
 """
 
 from collections.abc import Iterator
@@ -13,8 +12,8 @@ from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.config.errors import how_to_install
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
-from gpt_pretrain.features.qkv_rope import QKV_ROPE
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Library, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.platform import BLACKWELL, HOPPER
 
@@ -36,7 +35,7 @@ _STILL_WIDTHS = (64, 128)
 _TAKES_THE_PLACE = "it takes the place of Transformer Engine's attention"
 
 
-class FlashAttention(Feature):
+class FlashAttention(FusedKernel):
     """FlashAttention-4."""
 
     key = "use_flash_attention"
@@ -55,13 +54,10 @@ class FlashAttention(Feature):
             return
         if cause := local_layers(model):
             yield cause, _TAKES_THE_PLACE
-        if model.fp8_dot_product_attention:
-            yield "model.fp8_dot_product_attention=true", "its products are in BF16"
-        if (cp := model.context_parallel_size) > 1:
-            why = "ranks exchange keys and values in Transformer Engine's attention"
-            yield f"model.context_parallel_size={cp}", why
-        if model.attention_dropout:
-            yield f"model.attention_dropout={model.attention_dropout}", "it has no dropout"
+        yield from self.needs(model, "its products are in BF16", fp8_dot_product_attention=False)
+        why = "ranks exchange keys and values in Transformer Engine's attention"
+        yield from self.needs(model, why, context_parallel_size=1)
+        yield from self.needs(model, "it has no dropout", attention_dropout=0)
         width = kv_channels(model)
         if width % _WIDTH_MULTIPLE or width > _WIDEST:
             yield f"heads of {width} channels", f"it takes multiples of {_WIDTH_MULTIPLE} up to {_WIDEST}"
@@ -72,15 +68,28 @@ class FlashAttention(Feature):
             kernels.transformer_engine
             and platform.is_hopper
             and _LIBRARY.name in platform.libraries
-            and _is_measured_faster(run.model, rotates=QKV_ROPE.is_used(kernels))
+            and _is_measured_faster(run.model, rotates=kernels.features[QkvRope.key])
             # Not measured with recomputed attention.
             and run.model.activations_checkpoint_granularity is None
         )
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        why = _why_not(kv_channels(spec.model), spec.platform)
-        return None if why is None else ("FlashAttention-4, which cannot be used here", why)
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        width, platform, why = kv_channels(spec.model), spec.platform, ""
+        capability, name = platform.compute_capability, _LIBRARY.name
+        if capability is None:
+            why = "there is no CUDA device"
+        elif platform.transformer_engine is None:
+            why = _TAKES_THE_PLACE
+        elif not HOPPER <= capability < (11, 0):
+            why = f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
+        elif capability >= BLACKWELL and _WIDEST_ON_BLACKWELL < width < _WIDEST:
+            why = f"on {platform.gpu} it takes heads of up to {_WIDEST_ON_BLACKWELL} channels, not of {width}"
+        elif name not in platform.libraries:
+            missing = f"it is not installed; {how_to_install(_LIBRARY.extra)}"
+            why = platform.library_problems.get(name, missing)
+        if why:
+            yield "FlashAttention-4, which cannot be used here", why
 
     @override
     def build_into_layer(self, layer: Any) -> None:
@@ -92,23 +101,6 @@ class FlashAttention(Feature):
             return None
         rotated, still = (" and ".join(map(str, widths)) for widths in (_ROTATED_WIDTHS, _STILL_WIDTHS))
         return f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without"
-
-
-def _why_not(width: int, platform: Platform) -> str | None:
-    """Why it cannot be used with heads of this width; None if it can."""
-    capability, name = platform.compute_capability, _LIBRARY.name
-    if capability is None:
-        return "there is no CUDA device"
-    if platform.transformer_engine is None:
-        return _TAKES_THE_PLACE
-    if not HOPPER <= capability < (11, 0):
-        return f"it needs compute capability 9.x or 10.x, and this is {platform.gpu}"
-    if capability >= BLACKWELL and _WIDEST_ON_BLACKWELL < width < _WIDEST:
-        return f"on {platform.gpu} it takes heads of up to {_WIDEST_ON_BLACKWELL} channels, not of {width}"
-    if name not in platform.libraries:
-        missing = f"it is not installed; {how_to_install(_LIBRARY.extra)}"
-        return platform.library_problems.get(name, missing)
-    return None
 
 
 def _is_measured_faster(model: ModelConfig, *, rotates: bool) -> bool:
@@ -141,6 +133,3 @@ def _attention_class() -> type:
             return flash_attention.causal_attention(query, key, value, self.config.softmax_scale)
 
     return Attention
-
-
-FLASH_ATTENTION = FlashAttention()

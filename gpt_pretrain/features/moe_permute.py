@@ -4,11 +4,10 @@ from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.choices import MoeTokenDispatcher
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
-from gpt_pretrain.run.run_spec import why_local_layers
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Obstacle, Platform, Resolved
 
 
-class MoePermute(Feature):
+class MoePermute(FusedKernel):
     """Fused permutation of tokens for experts."""
 
     key = "moe_permute_fusion"
@@ -34,13 +33,6 @@ class MoePermute(Feature):
         return kernels.transformer_engine and run.model.num_moe_experts is not None
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        return None if spec.kernels.transformer_engine else ("Transformer Engine layers", why_local_layers(spec))
-
-    @override
     def permutation_passes(self, choices: int, separate: float) -> float:
         # One kernel gathers all rows of a token and reads it once, another adds them up and writes the sum once.
         return 4 + 4 / choices
-
-
-MOE_PERMUTE = MoePermute()

@@ -8,10 +8,10 @@ from typing import Any, override
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.extend.registry import Registered, registered
-from gpt_pretrain.features.feature import Feature
+from gpt_pretrain.features.feature import FusedKernel
 
 
-class _OfExtension(Feature):
+class _OfExtension(FusedKernel):
     """What differs from the program's own features: nothing turns it on by itself."""
 
     off = "model.features without it"
@@ -28,28 +28,33 @@ class _OfExtension(Feature):
     def setting(self) -> str:
         return f"model.features=[{self.key}]"
 
+    @property
     @override
-    def wanted(self, model: ModelConfig) -> bool | None:
+    def unset(self) -> str:
+        return self.off
+
+    @override
+    def wanted(self, model: ModelConfig) -> bool:
         return self.key in model.features
 
 
-def extension_features() -> Iterator[Feature]:
+def extension_features() -> Iterator[FusedKernel]:
     """All that are registered, in the order of registration."""
     return map(_built, registered("feature"))
 
 
 @cache
-def _built(each: Registered) -> Feature:
-    """The feature that an extension's class describes; a UserError if that is no subclass of `Feature`."""
+def _built(each: Registered) -> FusedKernel:
+    """The feature that an extension's class describes; a UserError if that is no subclass of `FusedKernel`."""
     kind = each.value
-    if not (isinstance(kind, type) and issubclass(kind, Feature)):
-        raise UserError(f"{each}: it is no subclass of gpt_pretrain.features.feature.Feature")
+    if not (isinstance(kind, type) and issubclass(kind, FusedKernel)):
+        raise UserError(f"{each}: it is no subclass of gpt_pretrain.features.feature.FusedKernel")
     methods = {
         name: _named(each, value)
         for name, value in vars(kind).items()
         if isfunction(value) and name not in vars(_OfExtension)
     }
-    feature: Feature = type(kind.__name__, (_OfExtension, kind), {**methods, "key": each.name})()
+    feature: FusedKernel = type(kind.__name__, (_OfExtension, kind), {**methods, "key": each.name})()
     return feature
 
 

@@ -5,10 +5,10 @@ from typing import override
 
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import keeps_plain_kernels
-from gpt_pretrain.features.feature import Feature, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
-class QkvRope(Feature):
+class QkvRope(FusedKernel):
     """Split and rotation in one kernel."""
 
     key = "fused_single_qkv_rope"
@@ -16,13 +16,12 @@ class QkvRope(Feature):
 
     @override
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-        model, position = run.model, run.model.position_embedding_type
-        if position is not PositionEmbedding.rope:
-            yield f"model.position_embedding_type={position.name}", "there is nothing to rotate"
+        model = run.model
+        yield from self.needs(model, "there is nothing to rotate", position_embedding_type=PositionEmbedding.rope)
         if model.apply_rope_fusion is False:
             yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
-        if model.qk_layernorm:
-            yield "model.qk_layernorm=true", "queries and keys are normalized between their projection and the rotation"
+        why = "queries and keys are normalized between their projection and the rotation"
+        yield from self.needs(model, why, qk_layernorm=False)
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
@@ -30,8 +29,9 @@ class QkvRope(Feature):
         return kernels.transformer_engine or local
 
     @override
-    def lacks(self, spec: RunSpec) -> Lack | None:
-        return None if spec.platform.cuda else ("a GPU", "there is no CUDA device")
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
+        if not spec.platform.cuda:
+            yield "a GPU", "there is no CUDA device"
 
     @override
     def prepare(self) -> None:
@@ -40,6 +40,3 @@ class QkvRope(Feature):
 
         # `TransformerConfig.fused_single_qkv_rope` then means this kernel, in local layers as well.
         patch(ROTATION, apply_fused_qkv_rotary_pos_emb=split_and_rotate, HAVE_FUSED_QKV_ROPE=True)
-
-
-QKV_ROPE = QkvRope()

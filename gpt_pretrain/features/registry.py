@@ -1,32 +1,51 @@
 """All features, in the order in which null is resolved and in which rules report their obstacles."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from gpt_pretrain.features.activation_cast import ACTIVATION_CAST
-from gpt_pretrain.features.embedding_gradient import EMBEDDING_GRADIENT
-from gpt_pretrain.features.feature import Feature
-from gpt_pretrain.features.flash_attention import FLASH_ATTENTION
-from gpt_pretrain.features.moe_permute import MOE_PERMUTE
+from gpt_pretrain.features.activation_cast import ActivationCast
+from gpt_pretrain.features.compile import Compile
+from gpt_pretrain.features.cuda_graphs import CudaGraphs
+from gpt_pretrain.features.embedding_gradient import EmbeddingGradient
+from gpt_pretrain.features.feature import Feature, FusedKernel
+from gpt_pretrain.features.flash_attention import FlashAttention
+from gpt_pretrain.features.fp8_attention import Fp8Attention
+from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.features.of_extensions import extension_features
-from gpt_pretrain.features.qkv_rope import QKV_ROPE
-from gpt_pretrain.run.kernels import Kernels
+from gpt_pretrain.features.qkv_rope import QkvRope
+from gpt_pretrain.features.sharded_gradients import ShardedGradients
+from gpt_pretrain.features.small_states import SmallStates
+from gpt_pretrain.features.user_buffers import UserBuffers
 from gpt_pretrain.run.platform import Library
+from gpt_pretrain.run.run_spec import RunSpec
 
-_OWN = (ACTIVATION_CAST, EMBEDDING_GRADIENT, QKV_ROPE, FLASH_ATTENTION, MOE_PERMUTE)
+_KERNELS = (ActivationCast(), EmbeddingGradient(), QkvRope(), FlashAttention(), MoePermute())
+_OWN: tuple[Feature, ...] = (
+    CudaGraphs(),
+    Compile(),
+    *_KERNELS,
+    Fp8Attention(),
+    UserBuffers(),
+    SmallStates(),
+    ShardedGradients(),
+)
 LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in _OWN if feature.library is not None)
 
 
-class _Features(Iterable[Feature]):
-    """The program's own, and those that extensions have registered by now."""
+class _WithExtensions[F: Feature](Iterable[F | FusedKernel]):
+    """Some of the program's own, and those that extensions have registered by now."""
 
-    def __iter__(self) -> Iterator[Feature]:
-        yield from _OWN
+    def __init__(self, own: Sequence[F]) -> None:
+        self._own = own
+
+    def __iter__(self) -> Iterator[F | FusedKernel]:
+        yield from self._own
         yield from extension_features()
 
 
-FEATURES = _Features()
+KERNELS: Iterable[FusedKernel] = _WithExtensions(_KERNELS)
+FEATURES: Iterable[Feature] = _WithExtensions(_OWN)
 
 
-def used_features(kernels: Kernels) -> Iterator[Feature]:
+def used_features(spec: RunSpec) -> Iterator[Feature]:
     """The features that a run uses."""
-    return (feature for feature in FEATURES if feature.is_used(kernels))
+    return (feature for feature in FEATURES if feature.is_used(spec))

@@ -9,10 +9,10 @@ from collections import defaultdict, deque
 from itertools import pairwise
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.fp8.statistics import StepStatistics, TensorStatistics
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # A scale jumps if it changes by at least so many powers of two between each two of so many consecutive observations.
 JUMP_OBSERVATIONS = 4
@@ -86,8 +86,8 @@ class Alarms:
                 f"model.optim.lr, or keep the layer out of FP8 with {_without(tensor)}"
             )
         # A single block of (nearly) zeros is not unusual.
-        scale = tensor.scale_max if self._settings.recipe.scales_tensors else tensor.scale_min
-        if scale is not None and scale >= self._settings.recipe.largest_scale(self._format(tensor)):
+        scale = tensor.scale_max if self._settings.recipe.numerics.scales_tensors else tensor.scale_min
+        if scale is not None and scale >= self._settings.recipe.numerics.largest_scale(self._format(tensor)):
             return (
                 "its scale is as large as scales get, because all its values are (nearly) zero (amax "
                 f"{_number(tensor.amax)}); nothing reaches this layer: check its inputs and model.init_method_std, "
@@ -130,7 +130,7 @@ class Alarms:
         is_emptied = tensor.flushed > FLUSHED_SHARE and (tensor.smallest or 0.0) > SMALLEST_SHARE
         if not is_coarse and not is_emptied:
             return None
-        choice = self._settings.recipe.finer
+        choice = self._settings.recipe.words.finer
         return (
             f"{100 * tensor.flushed:.2g}% of its values became zero (amax {_number(tensor.amax)} at scale "
             f"{_number(tensor.scale_max)}), and values near zero are coarse; "
@@ -141,7 +141,7 @@ class Alarms:
     def _jumping(self, tensor: TensorStatistics, *, is_degenerate: bool) -> str | None:
         """The scale, if there is a single one, changed strongly at each of the last observations."""
         settings, scales = self._settings, self._scales[tensor.layer, tensor.tensor]
-        if not settings.recipe.scales_tensors or tensor.scale_min is None:
+        if not settings.recipe.numerics.scales_tensors or tensor.scale_min is None:
             return None
         if is_degenerate:
             scales.clear()

@@ -12,6 +12,7 @@ from typing import Self
 
 import torch
 
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.fp8.comparisons import AMAX, CODES, LARGEST_CODE, SCALE, SHAPES, Comparison, Difference
 from gpt_pretrain.fp8.gemms import (
     CAST_IN,
@@ -29,7 +30,6 @@ from gpt_pretrain.fp8.gemms import (
     spread_over_blocks,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # Scales and amaxes beyond these limits follow other rules, for zeros and for numbers that fp32 cannot hold.
 _LEAST, _MOST = 2.0**-100, 2.0**100
@@ -142,25 +142,23 @@ class Checks:
 
     def block(self, phase: Phase, operand: Fp8Operand) -> tuple[int, int] | None:
         """Rows and columns of the values that share a scale in a product; None if all do."""
-        recipe, role = self._settings.recipe, operand.role
+        numerics, role = self._settings.recipe.numerics, operand.role
         is_dgrad_weight = (phase, role) == (Phase.dgrad, Role.weight)
-        if recipe.scales_tensors or (recipe.scales_dgrad_weight_whole and is_dgrad_weight):
+        if numerics.scales_tensors or (numerics.scales_dgrad_weight_whole and is_dgrad_weight):
             return None
-        # Weights have square blocks if they have fewer scales than activations.
-        is_square = role is Role.weight and recipe.weight_scale_bytes < recipe.activation_scale_bytes
-        if recipe.block is not None and is_square:
-            return recipe.block, recipe.block
+        if numerics.block is not None and numerics.squares_weights and role is Role.weight:
+            return numerics.block, numerics.block
         # Blocks and whole rows lie along the dimension that the product sums over.
         within_rows = phase is Phase.forward or (phase is Phase.dgrad and role is Role.output_gradient)
         rows, columns = operand.codes.shape
-        return (1, recipe.block or columns) if within_rows else (recipe.block or rows, 1)
+        return (1, numerics.block or columns) if within_rows else (numerics.block or rows, 1)
 
     def amax(self, phase: Phase, operand: Fp8Operand) -> torch.Tensor | None:
         """fp32 [1], of a tensor that is cast for this product as a whole; None if unknown.
 
         If the values are known only up to `blur`, this is the reported amax, provided that it fits them.
         """
-        if phase is not CAST_IN[operand.role] or not self._settings.recipe.scales_tensors:
+        if phase is not CAST_IN[operand.role] or not self._settings.recipe.numerics.scales_tensors:
             return None
         reported = None if operand.amax is None else operand.amax.detach().float().reshape(-1).max().view(1)
         if operand.values is None:
@@ -234,15 +232,15 @@ class Checks:
 
     def _check_scales(self, module: str, role: Role, format: str, amaxes: torch.Tensor, scale: torch.Tensor) -> None:
         """Checks each scale of a recipe without history against the amax of its values."""
-        recipe = self._settings.recipe
-        quotient = FORMAT_MAX[format] / amaxes.double().clamp(min=recipe.least_amax)
+        numerics = self._settings.recipe.numerics
+        quotient = FORMAT_MAX[format] / amaxes.double().clamp(min=numerics.least_amax)
         ordinary = (quotient > _LEAST) & (quotient < _MOST)
         error: torch.Tensor | float = QUOTIENT_ERROR
-        if recipe.takes_logarithm:
+        if numerics.takes_logarithm:
             error = QUOTIENT_ERROR * (1 + quotient.log2().abs())
 
         def rule(exact: torch.Tensor) -> torch.Tensor:
-            if not recipe.powers_of_two:
+            if not numerics.powers_of_two:
                 return exact
             # mantissa · 2^exponent, with a mantissa from 0.5 to 1
             return torch.ldexp(torch.ones_like(exact), torch.frexp(exact).exponent - 1)

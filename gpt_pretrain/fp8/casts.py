@@ -35,10 +35,10 @@ from functools import partial
 
 import torch
 
-from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName
+from gpt_pretrain.config.choices import Fp8Backend
+from gpt_pretrain.config.recipes import FORMAT_MAX, Numerics, Recipe, recipes_of
 from gpt_pretrain.fp8.gemms import CODE_TYPES, Role, role_format, spread_over_blocks
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.recipes import FORMAT_MAX, Recipe
 
 FP32_MAX = torch.finfo(torch.float32).max
 
@@ -46,9 +46,6 @@ FP32_MAX = torch.finfo(torch.float32).max
 _MANTISSA_BITS = 23
 _MANTISSA_MASK = 0x007FFFFF
 _LARGEST_E8M0 = 254
-
-# Values that share a scale under Float8BlockScaling and MXFP8BlockScaling.
-_BLOCK, _MICRO_BLOCK = 128, 32
 
 # From the amax of each block in fp32, the codes' format and the values' type to the scale of each block, fp32.
 ScaleRule = Callable[[torch.Tensor, str, torch.dtype], torch.Tensor]
@@ -120,8 +117,8 @@ def e8m0_scale(amax: torch.Tensor, format: str, dtype: torch.dtype) -> torch.Ten
 
 def torchao_scale(format: str, recipe: Recipe, amax: torch.Tensor) -> torch.Tensor:
     """The largest code over amax (of the values' type, any shape), to the last bit as TorchAO computes it."""
-    scale = (FORMAT_MAX[format] / amax.double().clamp(min=recipe.least_amax)).float()
-    return torch.exp2(torch.floor(torch.log2(scale))) if recipe.powers_of_two else scale
+    scale = (FORMAT_MAX[format] / amax.double().clamp(min=recipe.numerics.least_amax)).float()
+    return torch.exp2(torch.floor(torch.log2(scale))) if recipe.numerics.powers_of_two else scale
 
 
 def _codes(x: torch.Tensor, scale: torch.Tensor, format: str) -> torch.Tensor:
@@ -163,6 +160,12 @@ class Directions:
 type Cast = Callable[[torch.Tensor, Role], Directions]
 
 
+def _scale_rule(numerics: Numerics) -> ScaleRule:
+    if numerics.has_exponents:
+        return e8m0_scale
+    return power_of_two_scale if numerics.powers_of_two else exact_scale
+
+
 def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
     """One scale per tensor, from the tensor itself (TE: Float8CurrentScaling).
 
@@ -170,28 +173,24 @@ def _current_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
     features, each rank's part has its own scale in both.
     """
     format, amax = role_format(settings, role), tensor_amax(x)
-    rule = power_of_two_scale if settings.recipe.powers_of_two else exact_scale
-    quantized = cast_tensor(x, format, rule(amax, format, torch.float32), amax)
+    scale = _scale_rule(settings.recipe.numerics)(amax, format, torch.float32)
+    quantized = cast_tensor(x, format, scale, amax)
     return Directions(quantized, quantized)
 
 
 def _block_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
-    """One scale, a power of two, per 1×128 values of inputs and gradients, per 128×128 of weights.
+    """One scale for each block (TE: Float8BlockScaling with its defaults, on Hopper, and MXFP8BlockScaling).
 
-    TE: Float8BlockScaling with its defaults, on Hopper. If ranks split the sequence, TE casts the parts and gathers
-    codes, with the same blocks, because parts are multiples of 128 tokens.
+    If ranks split the sequence, TE casts the parts and gathers codes, with the same blocks, because parts are multiples
+    of a block's tokens.
     """
-    format = role_format(settings, role)
-    rule = power_of_two_scale if settings.recipe.powers_of_two else exact_scale
-    if role is Role.weight:
-        quantized = cast_blocks(x, format, (_BLOCK, _BLOCK), rule)
+    numerics, format = settings.recipe.numerics, role_format(settings, role)
+    length, rule = numerics.block, _scale_rule(numerics)
+    assert length is not None, "the recipe has blocks"
+    if role is Role.weight and numerics.squares_weights:
+        quantized = cast_blocks(x, format, (length, length), rule)
         return Directions(quantized, quantized)
-    return _cast_both_ways(x, format, _BLOCK, rule)
-
-
-def _micro_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
-    """One scale, an exponent in eight bits, per 32 values (TE: MXFP8BlockScaling)."""
-    return _cast_both_ways(x, role_format(settings, role), _MICRO_BLOCK, e8m0_scale)
+    return Directions(cast_blocks(x, format, (1, length), rule), cast_blocks(x, format, (length, 1), rule))
 
 
 def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Directions:
@@ -206,34 +205,25 @@ def _torchao_scaling(settings: Fp8Settings, x: torch.Tensor, role: Role) -> Dire
         codes, whole = _codes(x, scale, format), amax.amax().float().reshape(1)
         return Quantized(format=format, codes=codes, scale=scale, amax=whole, block=block)
 
-    if recipe.scales_tensors:
+    if recipe.numerics.scales_tensors:
         quantized = cast(None)
         return Directions(quantized, quantized)
-    is_whole = recipe.scales_dgrad_weight_whole and role is Role.weight
+    is_whole = recipe.numerics.scales_dgrad_weight_whole and role is Role.weight
     return Directions(along_rows=cast(1), along_columns=cast(None if is_whole else 0))
-
-
-def _cast_both_ways(x: torch.Tensor, format: str, length: int, rule: ScaleRule) -> Directions:
-    return Directions(cast_blocks(x, format, (1, length), rule), cast_blocks(x, format, (length, 1), rule))
 
 
 def stateless_cast(settings: Fp8Settings) -> Cast:
     """The cast of a recipe whose scales come from the tensors themselves: all but delayed.
 
     Raises:
-        NotImplementedError: The recipe has no cast here.
+        NotImplementedError: The recipe's scales come from a history.
     """
-    if settings.recipe.backend is Fp8Backend.torchao:
-        return partial(_torchao_scaling, settings)
-    casts: dict[Fp8RecipeName, Callable[[Fp8Settings, torch.Tensor, Role], Directions]] = {
-        Fp8RecipeName.tensorwise: _current_scaling,
-        Fp8RecipeName.blockwise: _block_scaling,
-        Fp8RecipeName.mxfp8: _micro_scaling,
-    }
-    name = Fp8RecipeName[settings.recipe.core_name]
-    if name not in casts:
+    recipe = settings.recipe
+    if recipe.keeps_history:
+        others = [each.name for each in recipes_of(recipe.backend) if not each.keeps_history]
         raise NotImplementedError(
-            f"model.fp8_emulate=true cannot cast for model.fp8_recipe={name.name}; use one of "
-            f"{', '.join(known.name for known in casts)}"
+            f"model.fp8_recipe={recipe.name} needs a history; without one there are {', '.join(others)}"
         )
-    return partial(casts[name], settings)
+    if recipe.backend is Fp8Backend.torchao:
+        return partial(_torchao_scaling, settings)
+    return partial(_current_scaling if recipe.numerics.scales_tensors else _block_scaling, settings)

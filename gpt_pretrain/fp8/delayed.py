@@ -37,11 +37,11 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlock
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.fp8.casts import FP32_MAX, Directions, cast_tensor, tensor_amax
 from gpt_pretrain.fp8.gemms import Role, role_format
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # A tensor's column in its state.
 _COLUMNS = {Role.input: 0, Role.weight: 1, Role.output_gradient: 0}

@@ -9,8 +9,8 @@ from enum import Enum
 
 import torch
 
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 CODE_TYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 # The largest relative error of rounding to BF16, which has eight bits.

@@ -18,10 +18,10 @@ import torch
 from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.config.recipes import RECIPES, InfinityIn
 from gpt_pretrain.fp8.te_products import is_te_linear
 from gpt_pretrain.launch import patches
 from gpt_pretrain.launch.patches import patched
-from gpt_pretrain.run.recipes import RECIPES, InfinityIn
 
 # Quantizers per product of a module (TE 2.12, pytorch/module): of input, weight and output; of their two gradients.
 _FORWARD, _BACKWARD = 3, 2
@@ -45,7 +45,7 @@ class StepCasts:
         _write(self._before[0], self._histories)
         self._amaxes: list[torch.Tensor] = [each.largest_amax for each in modules if hasattr(each, "largest_amax")]
         # megatron-core's configuration does not know the FP8 of local layers.
-        shown_in = {RECIPES[chunk.config.fp8_recipe].infinity_in for chunk in chunks if chunk.config.fp8}
+        shown_in = {RECIPES[chunk.config.fp8_recipe].engine.infinity_in for chunk in chunks if chunk.config.fp8}
         self._searches_blocks = InfinityIn.blocks in shown_in
         self._own_layers = [each for each in modules if is_te_linear(each)] if InfinityIn.amax in shown_in else []
         self._own_amaxes = [*_amaxes(self._own_layers, "fwd"), *_amaxes(self._own_layers, "bwd")]
@@ -74,7 +74,7 @@ class StepCasts:
         return ~torch.isfinite(_flat([*self._amaxes, *self._histories])).all() | (self._found[0] > 0)
 
     @torch.no_grad()
-    def settle(self, skipped: torch.Tensor) -> None:
+    def restore_if_skipped(self, skipped: torch.Tensor) -> None:
         """Restores histories and scales if the step was `skipped`, a bool on the device; the host does not wait."""
         for tensors, before in zip((self._histories, self._scales), self._before, strict=True):
             _write(torch.where(skipped, before, _flat(tensors)), tensors)

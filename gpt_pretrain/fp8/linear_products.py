@@ -100,7 +100,7 @@ class LinearProducts:
         y = multiply(phase, first.values(), second.values())
         if bias is None:
             return y.to(dtype)
-        return y.to(dtype) + bias if self.settings.recipe.adds_bias_rounded else (y + bias.float()).to(dtype)
+        return y.to(dtype) + bias if self.settings.recipe.numerics.adds_bias_rounded else (y + bias.float()).to(dtype)
 
     def _weight_codes(self, weight: torch.Tensor) -> Directions:
         if not isinstance(weight, StoredWeight):
@@ -156,7 +156,7 @@ class _Call:
             # TorchAO splits some recipes' sums, in some phases.
             sums = Sums.fp32 if settings.emulate else Sums.unsplit
             # The product was rounded before the bias was added, too.
-            error = BF16_ROUNDING * (1 + (bias is not None and settings.recipe.adds_bias_rounded))
+            error = BF16_ROUNDING * (1 + (bias is not None and settings.recipe.numerics.adds_bias_rounded))
             listener(
                 Product(phase=phase, operands=(first, second), output=output, added=bias, sums=sums, result_error=error)
             )
@@ -206,7 +206,10 @@ class _Linear(torch.autograd.Function):
             dw = dy.t() @ rounded
             call.tell(Phase.wgrad, dw, dy, rounded)
         if dw is not None and (accumulates_in := call.accumulates_in) is not None:
-            accumulates_in.main_grad.add_(dw)
+            if getattr(accumulates_in, "overwrite_main_grad", False):
+                accumulates_in.main_grad.copy_(dw)
+            else:
+                accumulates_in.main_grad.add_(dw)
             # Data parallelism waits for some gradient of each weight, and does not read this one.
             accumulates_in.grad_added_to_main_grad = True
         if call.end_backward is not None:

@@ -97,6 +97,12 @@ class Fp8Linear(torch.nn.Module):
         self.largest_amax = self._products.largest_amax
         """fp32 [1]: the largest amax of the casts since it was reset (`fp8.infinities.StepCasts`)."""
 
+    @property
+    def overwrites_main_grad(self) -> bool:
+        """Whether the weight's product writes its gradient, and nothing else does (`sharded_gradients`)."""
+        # An expert without tokens has no product.
+        return bool(self.gradient_accumulation_fusion and not self.is_expert)
+
     def _forward_impl(
         self,
         input: torch.Tensor,

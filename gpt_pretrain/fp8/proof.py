@@ -160,7 +160,7 @@ class Proof:
         """What this rank looks at."""
         self._values: WatchedValues | None = None
         # User buffers gather operands within their products. MXFP8's scales were never read on a GPU.
-        if settings.emulate or (not spec.model.tp_comm_overlap and settings.recipe.capability[0] < (10, 0)):
+        if settings.emulate or (not spec.model.tp_comm_overlap and settings.recipe.engine.capability[0] < (10, 0)):
             in_fp8 = {name: linear for name, linear in self._planned.items() if linear.precision == "fp8"}
             self._values = WatchedValues(settings, in_fp8, self._modules, self.turn)
 
@@ -261,7 +261,9 @@ class Proof:
         if self._values is not None:
             yield from self._values.differences(parallel_state.get_amax_reduction_group(with_context_parallel=True))
         if self._settings.params:
-            yield from weight_differences(self._optimizer, self._stored_weights(), self._settings.recipe.least_amax)
+            yield from weight_differences(
+                self._optimizer, self._stored_weights(), self._settings.recipe.numerics.least_amax
+            )
 
     def _stored_weights(self) -> dict[str, torch.nn.Parameter]:
         """This rank's FP8 weights; a layer of experts has several."""
@@ -275,7 +277,7 @@ class Proof:
 
 def _recipe_differences(linear: Linear, module: torch.nn.Module, settings: Fp8Settings) -> Iterator[Difference]:
     """Compares the recipe of a layer's last forward pass with the plan's; both are "none" outside FP8."""
-    planned = settings.recipe.te_class if linear.precision == "fp8" else "none"
+    planned = settings.recipe.engine.te_class if linear.precision == "fp8" else "none"
     live, meta = "none", getattr(module, "fp8_meta", {})
     if getattr(module, "fp8", False):
         classes = type(meta["recipe"]).__mro__
@@ -300,9 +302,9 @@ def _recipe_facts(settings: Fp8Settings, meta: Any) -> Iterator[tuple[str, str, 
         yield "amax history", str(settings.amax_history_len), str(length)
         yield "amax of the history", settings.amax_compute_algo.value, str(live.amax_compute_algo)
         yield "amax reduced over ranks", "True", str(live.reduce_amax)
-    if recipe.scales_flag is not None:
-        flag, if_true, if_false = recipe.scales_flag
-        planned = "powers of two" if recipe.powers_of_two else "any"
+    if recipe.engine.scales_flag is not None:
+        flag, if_true, if_false = recipe.engine.scales_flag
+        planned = "powers of two" if recipe.numerics.powers_of_two else "any"
         yield "scales", planned, if_true if getattr(live, flag) else if_false
 
 

@@ -31,6 +31,7 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
 from gpt_pretrain.config.choices import AmaxComputeAlgo
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.fp8.comparisons import DELAYED_STATE, EMPTY_HISTORY, RANKS, STORED_WEIGHT, Comparison, Difference
 from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import (
@@ -47,7 +48,6 @@ from gpt_pretrain.fp8.gemms import (
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import Linear
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # Rows and columns of the blocks of blockwise weights; mxfp8 weights are not stored in FP8.
 _BLOCK = 128

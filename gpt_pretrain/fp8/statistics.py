@@ -2,8 +2,7 @@
 
 `fp8/observer.py` watches the linear layers' products during one training step. Their operands are reduced on the device
 into one table for the whole model, the same on every rank: a row for each of the three tensors of each linear layer.
-One collective joins the ranks, whether they hold tensor parallel shards, data parallel replicas, pipeline stages, or
-nothing in FP8. Nothing waits for the device until the table is read.
+One collective joins the ranks. Nothing waits for the device until the table is read.
 
 What is counted:
 
@@ -31,13 +30,13 @@ from typing import Any
 import torch
 from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import OPERANDS, Fp8Operand, Phase, Product, Role, count_codes, other_codes
 from gpt_pretrain.fp8.local_layers import planned_name
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.run.products import Linear
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # The codes of the largest finite magnitudes, without the sign bit (arXiv 2209.05433, table 1).
 _LARGEST_CODE = {"e4m3": 0x7E, "e5m2": 0x7B}

@@ -53,10 +53,10 @@ class TorchAO:
     def cast(self, x: torch.Tensor, role: Role) -> Directions:
         """Casts a matrix [rows, columns]; see `fp8.casts.Cast`."""
         recipe, (rows, columns) = self._settings.recipe, x.shape
-        whole_in_dgrad = recipe.scales_dgrad_weight_whole and role is Role.weight
-        axes: list[int | None] = [None if recipe.scales_tensors else -1]
+        whole_in_dgrad = recipe.numerics.scales_dgrad_weight_whole and role is Role.weight
+        axes: list[int | None] = [None if recipe.numerics.scales_tensors else -1]
         if recipe.has_wgrad or role is Role.weight:
-            axes.append(None if recipe.scales_tensors or whole_in_dgrad else 0)
+            axes.append(None if recipe.numerics.scales_tensors or whole_in_dgrad else 0)
         blocks = {None: None, -1: (1, columns), 0: (rows, 1)}
         format = role_format(self._settings, role)
         cast = self._cast_on_gpu if x.is_cuda else self._cast_by_operations

@@ -1,16 +1,13 @@
 """Whether the numbers of one training step are what the plan's FP8 makes of its tensors.
 
-Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. So the codes, scales and results of the step
-and the state of delayed scaling are computed again from the tensors and the plan alone (`fp8/cast_checks.py`,
-`fp8/results.py`, `fp8/state_checks.py`). `fp8/comparisons.py` says what is compared, how near it must be and what a
-difference does; docs/fp8.md, "The proof", also says what cannot be seen.
+Labels are no evidence: a layer may say "E4M3, delayed" and round nothing. So codes, scales, results and the state of
+delayed scaling are computed again from the tensors and the plan alone (`fp8/cast_checks.py`, `fp8/results.py`,
+`fp8/state_checks.py`). `fp8/comparisons.py` says how near they must be; docs/fp8.md, "The proof", what cannot be seen.
 
 Each layer's three products are counted in every microbatch. In the microbatch whose turn it is (`fp8/turns.py`) each is
 multiplied again in part, the output that the layer passes on must be that result, and the weight gradient must read the
-input of the forward product.
-
-The values that a cast rounded are known in local layers. In Transformer Engine's layers they are unknown if the kernel
-of an activation casts it, or if ranks that split a sequence gather codes. A weight stored in FP8 has no other values.
+input of the forward product. In Transformer Engine's layers the values that a cast rounded are unknown if the kernel of
+an activation casts it, or if ranks that split a sequence gather codes. A weight stored in FP8 has no other values.
 
 Nothing here waits for the device before `differences`.
 """

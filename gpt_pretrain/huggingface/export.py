@@ -36,7 +36,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 # The header ends at a multiple of this, so that a memory map of the tensors can be read as their type.
 _ALIGNMENT = 8
-# Room for config.json, the tokenizer's files and the index.
+# Space for config.json, the tokenizer's files and the index.
 _SMALL_FILES_BYTES = 64 * 1024 * 1024
 
 # A file's tensors by name, as meta tensors.
@@ -58,7 +58,7 @@ def export_hf(
 
     Raises:
         UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory is
-            not empty, the disk has no room, or a weight is too large for the requested type.
+            not empty, the disk has no space, or a weight is too large for the requested type.
     """
     if not max_shard_gib > 0:
         raise UserError(f"max_shard_gib={max_shard_gib} leaves no room for a tensor; use more than 0")
@@ -122,13 +122,13 @@ def _torch_name(tensor: torch.Tensor) -> str:
 def _plan_shards(parts: _Shard, max_bytes: float) -> dict[str, _Shard]:
     """Assigns tensors to files in order, and fills each file; a tensor larger than a file gets its own."""
     shards: list[_Shard] = []
-    room = 0.0
+    space = 0.0
     for name, part in parts.items():
-        if not shards or part.nbytes > room:
+        if not shards or part.nbytes > space:
             shards.append({})
-            room = max_bytes
+            space = max_bytes
         shards[-1][name] = part
-        room -= part.nbytes
+        space -= part.nbytes
     if len(shards) == 1:
         return {SINGLE: shards[0]}
     return {f"model-{n:05d}-of-{len(shards):05d}.safetensors": shard for n, shard in enumerate(shards, start=1)}
@@ -186,7 +186,7 @@ def check_new_directory(path: Path) -> None:
 
 
 def check_disk_space(path: Path, num_bytes: int) -> None:
-    """Raises a UserError if the disk has less room than needed."""
+    """Raises a UserError if the disk has less space than needed."""
     free = shutil.disk_usage(nearest_existing(path.parent)).free
     if free < num_bytes:
         raise UserError(f"out={path} needs {num_bytes:,} bytes, and its disk has {free:,} free; give another place")

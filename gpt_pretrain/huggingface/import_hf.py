@@ -43,7 +43,7 @@ from gpt_pretrain.huggingface.tensors import Rule, differences, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.rules.check import model_problems, ranges
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 
 _EXPERIMENT = "imported"
@@ -92,7 +92,7 @@ def import_hf(source: Path, out: Path) -> str:
 
     Raises:
         UserError: The directory does not hold a model of a known architecture, this application would compute it
-            otherwise, tensors are missing or of another shape, or there is no room for the checkpoint.
+            otherwise, tensors are missing or of another shape, or there is no space for the checkpoint.
     """
     source, out = source.absolute(), out.absolute()
     check_new_directory(out)
@@ -175,7 +175,7 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
     config = replace(config, model=model, trainer=replace(config.trainer, precision=precision))
-    if problems := [*ranges(config), *model_problems(resolve(config), None)]:
+    if problems := [*ranges(config), *model_problems(resolve(config))]:
         raise ConfigError(problems)
     return config
 

@@ -204,6 +204,16 @@ WEIGHT_GRADIENTS = Patch(
     until="megatron-core fuses them without apex; apex's own is left in place",
 )
 
+GRADIENT_BUFFERS = Patch(
+    place="megatron.core.distributed.distributed_data_parallel",
+    names={
+        "_ParamAndGradBuffer": None,
+        "partition_buckets": ("buffers", "force_single_bucket_group", "reduce_scatter_with_fp32_accumulation"),
+    },
+    what="a rank keeps its part of the gradients, and sections share memory for whole ones (sharded_gradients.py)",
+    why="megatron-core 0.19 shards gradients only in Megatron-FSDP, which gathers weights for each microbatch",
+    until="DistributedDataParallel has a strategy that shards gradients, or takes the class of its buffers",
+)
 OPTIMIZERS = Patch(
     place="megatron.core.optimizer",
     names={"USING_PYTORCH_OPTIMIZER": None, "Adam": None, "SGD": None, "DistributedOptimizer": None},

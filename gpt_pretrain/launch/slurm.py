@@ -1,6 +1,6 @@
 """A sweep's runs as jobs of Slurm: `-m hydra/launcher=slurm` hands each to `sbatch` instead of running it here.
 
-By then the gate has checked every run, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
+By then every run is checked, with the ranks that its job will have. A job is scripts/slurm/fp8_gpt.sbatch
 with the run's own overrides: Slurm warns it ahead of its time limit, and it is requeued like any other.
 """
 

@@ -1,14 +1,12 @@
 """What several ranks would tell, told once on a node: by the first that comes, whichever that is.
 
 All ranks of a node meet the same mistake at different moments, and as soon as one has left, the launcher ends the
-others, rank 0 among them. So no rank waits for another one or leaves it the word. The first to come prints, and notes
-so in a file of this user; who comes later finds the note. The file is locked from the look to the note. A rank that is
-killed in between loses its lock and leaves no note, and the next one prints: rather twice than never. For the same
-reason a rank prints wherever the file or its lock cannot be had.
+others, rank 0 among them. So no rank waits for another one: the first to come prints, and notes so in a file of this
+user, which is locked from the look to the note. Wherever the file, its lock or the note is lost, the next rank prints:
+rather twice than never.
 
-A note holds for the ranks of one launcher's process, and only for those that had started before it was made: what the
-next start or a restart by torchrun finds is news again. Where ranks write to files of their own, each file is told.
-Nodes share nothing before their ranks have found each other, so each tells for itself.
+A note holds for the ranks of one launcher's process that had started before it was made: what the next start finds is
+news again. Where ranks write to files of their own, each file is told. Each node tells for itself.
 """
 
 import fcntl

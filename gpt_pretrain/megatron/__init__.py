@@ -1,1 +1,1 @@
-"""The one room that speaks megatron-core: a run becomes its configs, process groups, model and optimizer."""
+"""All that is built from megatron-core: a run becomes its configs, process groups, model and optimizer."""

@@ -1,14 +1,15 @@
 """Every field of megatron-core's configs that a run sets, with its value and the keys that decide it.
 
-This is the one place that knows which key reaches which field. `megatron.model` builds megatron-core's configs from it
-and `plan.effective` prints it. It needs no torch: values that torch or megatron-core has a type for are named here.
+The schema says which fields take a key's value as it is; the others stand here. `megatron.model` builds megatron-core's
+configs from them and `plan.effective` prints them. Nothing here needs torch: values that torch or megatron-core has a
+type for have names.
 
 Fields whose defaults differ between NeMo, megatron-core and Transformer Engine are all set, so the layers get what
 `config.yaml` says.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -23,6 +24,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     uses_distributed_optimizer,
 )
+from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
@@ -78,8 +80,14 @@ def _named(section: object, path: str, *names: str) -> Iterator[Field]:
         yield Field(name, value.value if isinstance(value, Enum) else value, (f"{path}.{name}",))
 
 
-def _of_model(spec: RunSpec, *names: str) -> Iterator[Field]:
-    return _named(spec.model, "model", *names)
+def _told_by_schema(spec: RunSpec, config: str) -> Iterator[Field]:
+    """Fields of one of megatron-core's configs that take a key's value as it is (`config.facts.Facts.core`)."""
+    for path, key in schema_keys().items():
+        fields = (field.partition(".") for field in key.facts.core)
+        names = [name or path.rpartition(".")[2] for owner, _, name in fields if owner == config]
+        if names and not any(each.applies(value_of(spec.config, each.key)) for each in key.facts.unread):
+            value = value_of(spec.config, path)
+            yield from (Field(name, value.value if isinstance(value, Enum) else value, (path,)) for name in names)
 
 
 def _activation(spec: RunSpec) -> ActivationFunction:
@@ -91,16 +99,11 @@ def _activation(spec: RunSpec) -> ActivationFunction:
 
 def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     model = spec.model
-    yield from _of_model(spec, "num_layers", "hidden_size", "num_attention_heads", "normalization")
-    yield from _of_model(spec, "layernorm_epsilon", "init_method_std", "hidden_dropout", "attention_dropout")
     yield Field("ffn_hidden_size", ffn_hidden_size(model), ("model.ffn_hidden_size",))
     yield Field("num_query_groups", num_query_groups(model), ("model.num_query_groups",))
     yield Field("kv_channels", kv_channels(model), ("model.kv_channels",))
     yield Field("activation_func", _activation(spec), ("model.activation",))
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
-    yield Field("add_bias_linear", model.bias, ("model.bias",))
-    yield Field("add_qkv_bias", model.qkv_bias, ("model.qkv_bias",))
-    yield Field("qk_layernorm", model.qk_layernorm, ("model.qk_layernorm",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
@@ -108,16 +111,12 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
 
 
 def _expert_fields(spec: RunSpec) -> Iterator[Field]:
-    """Fields of a mixture of experts; the layout fields are set without one too."""
+    """Fields of a mixture of experts; `expert_tensor_parallel_size` is set without one too."""
     model = spec.model
-    yield from _of_model(spec, "num_moe_experts", "expert_model_parallel_size")
     ranks = expert_tensor_parallel_size(model)
     yield Field("expert_tensor_parallel_size", ranks, ("model.expert_tensor_parallel_size",))
     if model.num_moe_experts is None:
         return
-    yield from _of_model(spec, "moe_router_topk", "moe_router_load_balancing_type", "moe_aux_loss_coeff")
-    yield from _of_model(spec, "moe_z_loss_coeff", "moe_token_dispatcher_type", "moe_router_padding_for_quantization")
-    yield from _of_model(spec, "overlap_moe_expert_parallel_comm")
     yield Field("moe_ffn_hidden_size", moe_ffn_hidden_size(model), ("model.moe_ffn_hidden_size",))
     # The softmax is over the chosen experts' scores alone, so a token's weights add up to 1, as in Mixtral.
     yield Field("moe_router_pre_softmax", False)
@@ -130,8 +129,6 @@ def _expert_fields(spec: RunSpec) -> Iterator[Field]:
 def _layout_fields(spec: RunSpec) -> Iterator[Field]:
     model, virtual = spec.model, "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
-    yield from _of_model(spec, "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    yield from _of_model(spec, "virtual_pipeline_model_parallel_size", "sequence_parallel", "tp_comm_overlap")
     # Batched sends carry no tag. With two interleaved stages the previous and the next stage are one rank, which would
     # take activations for gradients. Overlapped sends are ordered, which tells them apart.
     yield Field("overlap_p2p_comm", interleaved, (virtual,))
@@ -151,7 +148,6 @@ def _precision_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("bf16", dtype is Dtype.bf16, precision)
     yield Field("params_dtype", dtype, precision)
     yield Field("pipeline_dtype", dtype, precision)
-    yield Field("deterministic_mode", spec.config.trainer.deterministic, ("trainer.deterministic",))
     # The exact mean over unmasked tokens in every layout. Without a mask the cheaper mean of means is the same.
     yield Field("calculate_per_token_loss", spec.model.data.eod_mask_loss, ("model.data.eod_mask_loss",))
 
@@ -190,7 +186,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
     for feature in FEATURES:
         if feature.core_field:
-            yield Field(feature.core_field, feature.is_used(kernels), (feature.path,))
+            yield Field(feature.core_field, feature.is_used(spec), (feature.path,))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
     yield from _named(kernels, "model", "bias_activation_fusion", "masked_softmax_fusion", "apply_rope_fusion")
     yield from _named(kernels, "model", "gradient_accumulation_fusion")
@@ -198,14 +194,12 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     native = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.native
     yield Field("cross_entropy_loss_fusion", native, ("model.cross_entropy_loss_fusion",))
     yield Field("cross_entropy_fusion_impl", "native")
-    for name in ("granularity", "method", "num_layers"):
-        (field,) = _of_model(spec, f"activations_checkpoint_{name}")
-        yield replace(field, name=f"recompute_{name}")
 
 
 def transformer_fields(spec: RunSpec) -> list[Field]:
     """Fields of `TransformerConfig`: the layers."""
     return [
+        *_told_by_schema(spec, "TransformerConfig"),
         *_architecture_fields(spec),
         *_expert_fields(spec),
         *_layout_fields(spec),
@@ -219,14 +213,17 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
     """Fields of `DistributedDataParallelConfig`: gradient reduction and parameter gathering."""
     model, num_shards, virtual = spec.model, spec.layout.shards, "model.virtual_pipeline_model_parallel_size"
     interleaved = model.virtual_pipeline_model_parallel_size is not None
+    strategy, sharding = model.data_parallel_sharding_strategy, "model.data_parallel_sharding_strategy"
     buckets = ddp_bucket_size(model, num_shards)
     averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
     return [
-        *_of_model(spec, "grad_reduce_in_fp32", "overlap_grad_reduce", "overlap_param_gather"),
+        *_told_by_schema(spec, "DistributedDataParallelConfig"),
         _distributed_optimizer(spec),
+        # megatron-core reads it in Megatron-FSDP alone (`megatron.sharded_gradients`).
+        Field("data_parallel_sharding_strategy", "no_shard" if strategy is None else strategy.value, (sharding,)),
         # With fp8_param alone the optimizer never updates FP8 weights; with this alone BF16 is gathered.
         Field("fp8_param_gather", spec.stored_fp8 is not None, ("model.fp8_params",)),
-        Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size")),
+        Field("bucket_size", buckets, ("model.overlap_grad_reduce", "model.ddp_bucket_size", sharding)),
         # A rank's chunks gather their parameters at the same points on all pipeline ranks.
         Field("align_param_gather", model.overlap_param_gather and interleaved, (virtual,)),
         # NCCL divides as it reads, which saves a pass over the gradients (15 ms for Llama 3 8B). gloo cannot. One rank
@@ -247,20 +244,16 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
     optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8 or spec.stored_fp8
     optimizer = OPTIMIZERS[optim.name]
     return [
+        *_told_by_schema(spec, "OptimizerConfig"),
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),
         Field("decoupled_weight_decay", optimizer.decoupled_weight_decay, ("model.optim.name",)),
-        *_named(optim, "model.optim", "lr", "weight_decay"),
         Field("min_lr", min_lr(optim), ("model.optim.sched.min_lr",)),
         Field("adam_beta1", optim.betas[0], ("model.optim.betas",)),
         Field("adam_beta2", optim.betas[1], ("model.optim.betas",)),
-        Field("adam_eps", optim.eps, ("model.optim.eps",)),
-        Field("sgd_momentum", optim.momentum, ("model.optim.momentum",)),
-        Field("clip_grad", spec.config.trainer.gradient_clip_val, ("trainer.gradient_clip_val",)),
         Field("bf16", dtype is Dtype.bf16, ("trainer.precision",)),
         Field("fp16", False),
         Field("params_dtype", dtype, ("trainer.precision",)),
         _distributed_optimizer(spec),
-        *_of_model(spec, "overlap_param_gather"),
         # The default means delayed.
         Field("fp8_recipe", None if fp8 is None else fp8.recipe.core_name, ("model.fp8_recipe",)),
     ]

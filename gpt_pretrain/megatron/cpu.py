@@ -2,8 +2,7 @@
 
 megatron-core 0.19 asks `torch.cuda` for the current device, allocates with `device="cuda"`, keeps its dropout state in
 CUDA generators and recognizes parameters by the type name `torch.cuda.FloatTensor`. Without a CUDA device
-`install_cpu_device` replaces each of these for the life of the process. The same model, schedules and optimizers then
-run under gloo, and nothing else in the project asks which device it is on.
+`install_cpu_device` replaces each of these for the life of the process; nothing else asks which device it is on.
 """
 
 import contextlib

@@ -154,7 +154,7 @@ def build_layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-        for feature in used_features(kernels):
+        for feature in used_features(spec):
             feature.build_into_layer(layer)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel

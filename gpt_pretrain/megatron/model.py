@@ -19,6 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
+from gpt_pretrain.config.derived import shards_gradients
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.megatron.core_fields import (
     ActivationFunction,
@@ -30,15 +31,13 @@ from gpt_pretrain.megatron.core_fields import (
     optimizer_state_fields,
     transformer_fields,
 )
-from gpt_pretrain.megatron.fallbacks import (
-    install_split,
-    install_weight_gradients,
-)
+from gpt_pretrain.megatron.fallbacks import install_split, install_weight_gradients
 from gpt_pretrain.megatron.gpt import GPT
 from gpt_pretrain.megatron.layers import LocalLayers, apply_quantization_overrides, build_layer_spec, leave_sorted
 from gpt_pretrain.megatron.loss import losses_from_head
 from gpt_pretrain.megatron.own_model import install_recipe, named_layers, own_loss
 from gpt_pretrain.megatron.parallel import sum_over
+from gpt_pretrain.megatron.sharded_gradients import ShardedGradients
 from gpt_pretrain.megatron.weights import built_without_first_values, initialize_weights
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.run.run_spec import RunSpec
@@ -105,7 +104,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
     if kernels.transformer_engine:
         install_split()
     install_recipe(spec)
-    for feature in used_features(kernels):
+    for feature in used_features(spec):
         feature.prepare()
     if kernels.cuda_graph_impl is not None:
         prepare_graphs(model.seed)
@@ -180,26 +179,33 @@ class Model:
             chunk.eval()
 
 
+def _wrap(
+    spec: RunSpec, config: TransformerConfig, modules: Sequence[torch.nn.Module], gpt_chunks: Sequence[GPT]
+) -> list[DistributedDataParallel]:
+    """Wraps this rank's chunks, the first ones inside the others, for data parallelism."""
+    ddp_config = translate_ddp(spec)
+    if shards_gradients(spec.model):
+        return [
+            ShardedGradients(config, ddp_config, module, chunk)
+            for module, chunk in zip(modules, gpt_chunks, strict=True)
+        ]
+    return [
+        # Only the first chunk's gradients are reduced while others compute.
+        DistributedDataParallel(config, ddp_config, module, disable_bucketing=index > 0)
+        for index, module in enumerate(modules)
+    ]
+
+
 def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model:
     """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
     gpt_chunks = build_gpt_chunks(spec, local_layers)
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
-    for feature in used_features(kernels):
+    for feature in used_features(spec):
         feature.build_into_model(gpt_chunks)
     modules: list[torch.nn.Module] = list(gpt_chunks)
     if transformer_config.bf16:
         modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
-    ddp_config = translate_ddp(spec)
-    chunks = [
-        DistributedDataParallel(
-            transformer_config,
-            ddp_config,
-            module,
-            # Only the first chunk's gradients are reduced while others compute.
-            disable_bucketing=index > 0,
-        )
-        for index, module in enumerate(modules)
-    ]
+    chunks = _wrap(spec, transformer_config, modules, gpt_chunks)
     # The schedules look for these in the config, as megatron-core's training script sets them.
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None
@@ -210,7 +216,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
             announce_gradients(chunks)
         no_sync = [chunk.no_sync for chunk in chunks]
         transformer_config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
-        if len(chunks) > 1:
+        if len(chunks) > 1 and not shards_gradients(spec.model):
             transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
     if spec.model.overlap_param_gather and len(chunks) > 1:
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]

@@ -20,13 +20,14 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
-from gpt_pretrain.config.derived import decay_steps, min_lr, warmup_steps
+from gpt_pretrain.config.derived import decay_steps, min_lr, shards_gradients, warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
 from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weights import forget_first_values
 from gpt_pretrain.run import optimizers
@@ -45,13 +46,14 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
         install_weight_cast(of_te=spec.te_fp8 is not None)
     precision_aware = spec.model.optim.use_precision_aware_optimizer
     own = registered_choice("optimizer", spec.model.optim.name)
+    sharded = PrecisionAwareOptimizer if precision_aware else DistributedOptimizer
     # Whatever else is installed.
     patch(
         OPTIMIZERS,
         USING_PYTORCH_OPTIMIZER=not precision_aware,
         Adam=PrecisionAwareAdam,
         SGD=torch.optim.SGD,
-        DistributedOptimizer=PrecisionAwareOptimizer if precision_aware else DistributedOptimizer,
+        DistributedOptimizer=reading_parts(sharded) if shards_gradients(spec.model) else sharded,
     )
     patch(OPTIMIZER_STATES, HAVE_APEX_OR_TE=False)
     optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
@@ -142,12 +144,12 @@ def conditional_update(
     loss_sum_and_tokens: torch.Tensor,
     found_inf: torch.Tensor,
     *,
-    settle: Callable[[torch.Tensor], None],
+    before_update: Callable[[torch.Tensor], None],
 ) -> StepResult:
     """Clips the reduced gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
     `loss_sum_and_tokens`, [2], and `found_inf`, bool [], are this rank's; the latter tells of an infinity that loss and
-    norm do not show. `settle` is called with `StepResult.skipped` before weights are written.
+    norm do not show. `before_update` is called with `StepResult.skipped` before weights are written.
     """
     optimizer.prepare_grads()
     grad_norm = _gradient_norm(optimizer)
@@ -167,7 +169,7 @@ def conditional_update(
             clip_grad_by_total_norm_fp32(parameters, max_norm, grad_norm)
     for inner in _inner_optimizers(optimizer):
         inner.found_inf.copy_(skipped)
-    settle(skipped)
+    before_update(skipped)
     optimizer.step_with_ready_grads()
     return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
 

@@ -172,11 +172,11 @@ class _HostStates:
 
     def __call__(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
         """Memory for the states of a parameter, [n] each."""
-        room = {}
+        targets = {}
         for kind, state in self._part.states(parameter).items():
-            room[kind] = torch.empty(state.values.shape, dtype=state.saved_as, device="cpu")
-            self._read.append((state, room[kind]))
-        return room
+            targets[kind] = torch.empty(state.values.shape, dtype=state.saved_as, device="cpu")
+            self._read.append((state, targets[kind]))
+        return targets
 
     def store(self) -> None:
         """Stores the states on the device."""

@@ -1,10 +1,8 @@
 """Process groups: from the launcher's ranks to megatron-core's tensor, pipeline, context and data parallel groups.
 
 Also what ranks do together outside of training (agree on the configuration, take an answer from rank 0), and the user
-buffers of Transformer Engine (TE): memory of each rank that the others of its tensor parallel group read and write.
-With `model.tp_comm_overlap` TE's linear layers exchange their inputs or outputs through them piece by piece, during the
-product (`initialize_ub` of TE 2.12, pytorch/module/base.py). They hold the activations of one microbatch and are made
-before the layers, which look them up in every pass.
+buffers of Transformer Engine (TE, `features.user_buffers`): memory of each rank that the others of its tensor parallel
+group read and write. They hold the activations of one microbatch and are made before the layers.
 """
 
 import ctypes

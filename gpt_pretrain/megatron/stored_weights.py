@@ -35,8 +35,8 @@ from megatron.core.fp8_utils import quantize_param_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.recipes import FORMAT_MAX
 from gpt_pretrain.launch.patches import FP8_WEIGHTS, WEIGHT_CAST, patch
-from gpt_pretrain.run.recipes import FORMAT_MAX
 
 # From amaxes [n] to scales [n], fp32.
 type ScaleRule = Callable[[torch.Tensor], torch.Tensor]

@@ -1,22 +1,17 @@
 """Transformer layers that a training step launches as a whole: replayed as CUDA graphs, or compiled by torch.compile.
 
-**CUDA graphs** (`model.cuda_graph_impl=local`): a layer's kernels are recorded once and then launched together, because
-a small model's kernels end sooner than the host can launch the next. megatron-core
-(megatron.core.transformer.cuda_graphs) runs the first training step as usual, records each layer's forward and backward
-pass at its end, and replays them in later steps. Embedding, LM head, loss, gradient exchange and optimizer stay
-outside. A replay uses the recorded addresses and calls no Python.
+**CUDA graphs** (`model.cuda_graph_impl=local`): a small model's kernels end sooner than the host can launch the next.
+megatron-core records each layer's forward and backward pass at the end of the first training step and replays them in
+later ones, without Python (megatron.core.transformer.cuda_graphs). Everything outside of the layers runs as usual.
 
-**Compiled layers** (`model.compile`, without Transformer Engine): TorchInductor fuses norms, residuals, rotation and
-activation into a few kernels between the matrix products. All layers have the same shapes and share one graph, compiled
-in the first step. Nothing falls back: a graph break or a second graph ends the run. What would break the graph in
-megatron-core 0.19.2, and what replaces it:
+**Compiled layers** (`model.compile`, without Transformer Engine): TorchInductor fuses what lies between the matrix
+products. All layers have the same shapes and share one graph, compiled in the first step. Nothing falls back: a graph
+break or a second graph ends the run. What would break the graph in megatron-core 0.19.2, and what replaces it:
 
 - linear layers in an autograd function that exchanges asynchronously and warns on rank 0: the same exchange by
   megatron-core's own mapping, before `torch.nn.functional.linear`;
 - attention that writes its scores into a process-wide buffer: `layers.TorchAttention`;
-- exchanges along the sequence, whose gradients torch 2.11 traces wrongly: refused (`rules.model`);
-- kernels that add weight gradients to `main_grad`, activations and residuals compiled by themselves, dropout from
-  megatron-core's own random states, hooks that gather parameters: refused, or left out (`features.resolve`).
+- everything else: refused (`features.compile`), or left out (`features.resolve`).
 
 Only training steps, which have one shape, run so. Validation and sampling run the layers' modules, and so does all that
 looks into them inside `without_graphs`. The proof of FP8 (`fp8/proof.py`) watches the first step and its recording.

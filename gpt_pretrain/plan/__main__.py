@@ -18,13 +18,13 @@ Examples:
 import sys
 from collections.abc import Sequence
 
+from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.commands.door import ALONE, print_job, run_with_config
 from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.plan.machine import planned_problems, platform_problems
-from gpt_pretrain.rules.gate import Job
+from gpt_pretrain.rules.jobs import Job
 
 
 def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
@@ -35,7 +35,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
     """
     for job in jobs:
         check_run_dir(job.config)
-    # Tables take a while to load: not before the gate has let the command line through.
+    # Tables take a while to load: not before the command line is accepted.
     from gpt_pretrain.plan.document import WIDTH, print_plan, write_plan
     from gpt_pretrain.plan.forecast import build_plan
     from gpt_pretrain.report.console import console_of_width

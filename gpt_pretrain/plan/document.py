@@ -19,12 +19,13 @@ from rich.text import Text
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_short
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
 from gpt_pretrain.plan.speed import SpeedForecast
-from gpt_pretrain.run.kernels import Kernels, fused_parts
+from gpt_pretrain.run.kernels import fused_parts
 from gpt_pretrain.run.products import describe_kept_out
 
 VERSION = 1
@@ -170,16 +171,6 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _not_forecast(plan: Plan) -> str:
-    """What the run has and the forecasts of memory and speed leave out."""
-    said = ""
-    if plan.spec.kernels.cuda_graph_impl is not None:
-        said += "; memory is that without CUDA graphs"
-    if plan.spec.model.tp_comm_overlap:
-        said += "; memory and speed are those without overlapped exchanges"
-    return said
-
-
 def _speed(plan: Plan, speed: SpeedForecast) -> Table:
     columns = {"BF16": speed.bf16}
     if speed.fp8 is not None:
@@ -209,21 +200,19 @@ def print_plan(plan: Plan, console: Console) -> None:
     if plan.speed is not None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
-        basis = f"Roofline with {shares}, calibrated on an H200{_not_forecast(plan)}.\n"
+        left_out = "".join(f"; {used.not_forecast}" for used in used_features(plan.spec) if used.not_forecast)
+        basis = f"Roofline with {shares}, calibrated on an H200{left_out}.\n"
         console.print(Text(basis, style="dim"))
     for verdict in plan.verdicts:
         style = "bold yellow" if verdict.is_bad else "bold green"
         console.print(Text.assemble((f"{verdict.label}:", style), f" {verdict.text}"))
 
 
-def _kernels(kernels: Kernels) -> dict[str, Any]:
-    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
-    return {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None}
-
-
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values."""
     memory, speed, model, layout = plan.memory, plan.speed, plan.spec.model, plan.spec.layout
+    kernels = plan.spec.kernels
+    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
     return {
         "version": VERSION,
         "name": plan.spec.config.name,
@@ -241,7 +230,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
             "sequence_length": model.encoder_seq_length,
         },
         "num_parameters": plan.num_parameters,
-        "kernels": _kernels(plan.spec.kernels),
+        "kernels": {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None},
         "settings": [asdict(setting) for setting in plan.settings],
         "products": [asdict(product) for product in plan.products],
         "fp8_flops_share": plan.spec.fp8_flops_share,

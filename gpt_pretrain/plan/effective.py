@@ -12,7 +12,8 @@ from typing import Any
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.derived import kv_channels, uses_distributed_optimizer
 from gpt_pretrain.config.errors import multiples_near, one_of, show
-from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.config.recipes import DELAYED_KEYS
 from gpt_pretrain.megatron.core_fields import (
     Field,
     HighPrecision,
@@ -24,23 +25,8 @@ from gpt_pretrain.megatron.core_fields import (
 from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, Gemm, Linear, gemms
-from gpt_pretrain.run.recipes import DELAYED_KEYS
 from gpt_pretrain.run.run_spec import RunSpec
 
-# The keys that the plan shows, besides trainer.precision.
-_OF_MODEL = (
-    "transformer_engine fp8 fp8_backend fp8_recipe fp8_hybrid fp8_e4m3 fp8_margin fp8_interval fp8_amax_history_len "
-    "fp8_amax_compute_algo fp8_wgrad fp8_params fp8_dot_product_attention "
-    "first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_exclude fp8_emulate "
-    "tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size "
-    "context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel "
-    "use_distributed_optimizer overlap_grad_reduce overlap_param_gather ddp_bucket_size tp_comm_overlap "
-    "overlap_moe_expert_parallel_comm grad_reduce_in_fp32 optim.use_precision_aware_optimizer "
-    "optim.main_params_dtype optim.store_param_remainders "
-    "optim.exp_avg_dtype optim.exp_avg_sq_dtype activations_checkpoint_granularity activations_checkpoint_method "
-    "activations_checkpoint_num_layers"
-)
-KEYS = ("trainer.precision", *(f"model.{name}" for name in _OF_MODEL.split()))
 # The fields of `Fp8Settings` that local layers read in place of megatron-core's.
 _IN_LOCAL_LAYERS = {
     "model.fp8_backend": "backend",
@@ -56,19 +42,30 @@ _IN_LOCAL_LAYERS = {
     "model.fp8_exclude": "exclude",
 }
 # They do no harm on one rank, so no rule refuses them there.
-_ABOUT_EXCHANGES = ("model.overlap_grad_reduce", "model.overlap_param_gather", "model.ddp_bucket_size")
+_ABOUT_EXCHANGES = (
+    "model.data_parallel_sharding_strategy",
+    "model.overlap_grad_reduce",
+    "model.overlap_param_gather",
+    "model.ddp_bucket_size",
+)
 # The sizes of an FP8 product are multiples of this in recipes with one scale per tensor, the ones that count where no
 # recipe is chosen.
 ALIGNMENT = 16
 
 
+def planned_keys() -> list[str]:
+    """The keys that the plan shows, `trainer.precision` first."""
+    planned = [path for path, key in schema_keys().items() if key.facts.planned]
+    return sorted(planned, key=lambda path: path.startswith("model."))
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """One key and what becomes of it."""
+    """One key, its value and the fields that it sets."""
 
     key: str
     requested: str
-    """As it would be written in YAML."""
+    """The value as YAML has it."""
     effective: Mapping[str, str]
     """Field of megatron-core's configs, or of the local layers, and its value; empty where nothing reads it."""
     inert: str
@@ -137,7 +134,7 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
         for field in fields:
             for key in field.keys:
                 reached.setdefault(key, {})[f"{class_name}.{field.name}"] = _shown(field.value)
-    for key in KEYS:
+    for key in planned_keys():
         requested, effective = _shown(value_of(spec.config, key)), reached.get(key, {})
         inert = why_no_effect(spec, key)
         if not inert and key in _ABOUT_EXCHANGES and spec.layout.shards == 1:
@@ -158,7 +155,7 @@ def effective_settings(spec: RunSpec) -> Iterator[Setting]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Product:
+class PlannedProduct:
     """One product [m, k] · [k, n] of one GPU and microbatch, in one or more layers."""
 
     layers: str
@@ -174,7 +171,7 @@ class Product:
     precision: str
     """"FP8" with its formats, "BF16" or "FP32"."""
     reason: str
-    """Why it is not in FP8; empty where it is."""
+    """Why the product is not in FP8; empty for one that is."""
     shape_problem: str
     """Which dimension FP8 cannot take, with the nearest values that it can; empty where it takes all."""
     flops: int
@@ -219,10 +216,10 @@ def _precision(spec: RunSpec, phase: str, *, fp8: bool) -> str:
     return f"FP8 {forward if phase == 'forward' else gradient}·{forward}"
 
 
-def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
+def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[PlannedProduct]:
     first = same[0]
     for gemm in gemms(first):
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges([linear.layer for linear in same]) if first.layer >= 0 else "",
             module=first.kind,
             phase=gemm.phase,
@@ -237,7 +234,7 @@ def _linear_products(spec: RunSpec, same: list[Linear]) -> Iterator[Product]:
         )
 
 
-def _attention_products(spec: RunSpec) -> Iterator[Product]:
+def _attention_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """q·kᵀ and p·v forward; the gradients of q, k, v, p and the scores once more backward. Causal: half is computed."""
     model = spec.model
     sequence, part = model.encoder_seq_length, model.encoder_seq_length // model.context_parallel_size
@@ -253,7 +250,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
     }
     for (name, phase), (m, n, k, times) in shapes.items():
         count = model.micro_batch_size * heads * times
-        yield Product(
+        yield PlannedProduct(
             layers=layer_ranges(list(range(model.num_layers))),
             module=f"attention {name}",
             phase=phase,
@@ -268,7 +265,7 @@ def _attention_products(spec: RunSpec) -> Iterator[Product]:
         )
 
 
-def plan_products(spec: RunSpec) -> Iterator[Product]:
+def plan_products(spec: RunSpec) -> Iterator[PlannedProduct]:
     """The products of a checked configuration: linear layers in forward order, attention, the LM head."""
     *in_layers, head = spec.linears
     # Equal layers with the same reasons stay together, in the order in which they first appear.

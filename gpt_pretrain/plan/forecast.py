@@ -5,21 +5,21 @@ number of bytes. The rates of saving were measured on one H200 with a local disk
 (benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import attrgetter
 
-from gpt_pretrain.config.choices import LayerName, MainParamsDtype, MomentDtype
+from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
 from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.features.resolve import build_run_spec
+from gpt_pretrain.features.small_states import saved_bytes
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
-from gpt_pretrain.plan.effective import Product, Setting, effective_settings, plan_products
+from gpt_pretrain.plan.effective import PlannedProduct, Setting, effective_settings, plan_products
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, plan_stages, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, count_parameters, rank_load
 from gpt_pretrain.run.gpus import GPUS, Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
@@ -51,33 +51,31 @@ _OWN_LAYERS = (
 _COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
 # Steps take this much longer while a checkpoint is written.
 _SLOWER = 0.2
-# A checkpoint has moments in the smallest plain type that holds them exactly (`kernels.adam`).
-_SAVED_MOMENT_BYTES = {MomentDtype.fp32: 4, MomentDtype.bf16: 2, MomentDtype.fp16: 4, MomentDtype.fp8: 2}
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """One sentence on a plan."""
 
     label: str
-    """What it is about."""
+    """The subject of the sentence."""
     text: str
     is_bad: bool = False
-    """Whether it speaks against the run, or against FP8 in it."""
+    """Whether the sentence speaks against the run, or against FP8 in the run."""
 
     def __str__(self) -> str:
         return f"{self.label}: {self.text}"
 
 
-def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> Verdict:
+def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> PlanVerdict:
     """Whether the run fits, and if not, which changes need less memory, by the same forecast."""
     used = f"{memory.needed_gib:.1f} of {gpu.memory_gib:.1f} GiB"
     where = f" on the GPUs of pipeline stage {memory.worst.stage}" if spec.layout.pp > 1 else ""
     if memory.needed_gib <= gpu.memory_gib:
         share = memory.needed_gib / gpu.memory_gib
         tight = "; that is close, so watch the first steps" if share > CLOSE else ""
-        return Verdict("Memory", f"fits, with {used}{where}{tight}.")
-    return Verdict("Memory", f"DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}.", is_bad=True)
+        return PlanVerdict("Memory", f"fits, with {used}{where}{tight}.")
+    return PlanVerdict("Memory", f"DOES NOT FIT, it needs {used}{where}. {_ways_out(gpu, spec)}.", is_bad=True)
 
 
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
@@ -91,11 +89,11 @@ def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
     return f"Ways out: a smaller model, or several changes; {less}"
 
 
-def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
+def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> PlanVerdict:
     """Whether FP8 pays."""
     bf16, fp8, ratio = speed.bf16, speed.fp8, speed.ratio
     if fp8 is None or ratio is None:
-        return Verdict("FP8", f"would be refused here: {speed.problem}")
+        return PlanVerdict("FP8", f"would be refused here: {speed.problem}")
     saved = bf16.seconds["GEMMs"] - fp8.seconds["GEMMs"]
     overhead = sum(fp8.seconds.get(name, 0.0) for name in ("FP8 casts", "FP8 parameters"))
     share = bf16.seconds["GEMMs"] / bf16.step_s
@@ -108,17 +106,17 @@ def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> Verdict:
         why += f"; the GPU waits {_ms(waits)} for the host to launch many small kernels; larger microbatches need fewer"
     if ratio >= WORTHWHILE:
         pays = "pays" if is_on else f"would pay (fp8={speed.fp8_recipe})"
-        return Verdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")
+        return PlanVerdict("FP8", f"{pays}, {ratio:.2f}× BF16: {why}.")
     advice = "use fp8=none, or larger layers or microbatches" if is_on else "stay with BF16"
     text = f"{'will' if is_on else 'would'} not pay, {ratio:.2f}× BF16: {why}. Advice: {advice}."
-    return Verdict("FP8", text, is_bad=True)
+    return PlanVerdict("FP8", text, is_bad=True)
 
 
 def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _experts_verdict(model: ModelConfig, run: Speed | None) -> Verdict:
+def _experts_verdict(model: ModelConfig, run: Speed | None) -> PlanVerdict:
     """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
     at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
     told = [f"forecasts are calibrated only on {CALIBRATED_ON}, on no other model or machine"]
@@ -133,7 +131,7 @@ def _experts_verdict(model: ModelConfig, run: Speed | None) -> Verdict:
         told.append(
             f"{_ms(waits)} of a step are waits for the host, and without them a GPU would reach {alone:,.0f} tokens/s"
         )
-    return Verdict("Experts", f"{'; '.join(told)}.")
+    return PlanVerdict("Experts", f"{'; '.join(told)}.")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -154,17 +152,17 @@ class CheckpointForecast:
     """`describe_saves`."""
 
     @property
-    def verdict(self) -> Verdict:
+    def verdict(self) -> PlanVerdict:
         """On the run's checkpoints."""
         if not self.saves:
-            return Verdict("Checkpoints", "NONE is written.", is_bad=True)
+            return PlanVerdict("Checkpoints", "NONE is written.", is_bad=True)
         size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
         cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
         if self.write_s:
             cost += f" and is on a local disk {format_seconds(self.write_s)} later"
         percent = None if self.time_share is None else format_amount(100 * self.time_share)
         share = "" if percent is None else f"; those by the clock take {percent}% of the time"
-        return Verdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
+        return PlanVerdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
 
 
 def _clock_interval_s(config: Config) -> float | None:
@@ -188,8 +186,7 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
     master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)
     if optim.use_precision_aware_optimizer:
-        master = 2.0 if optim.main_params_dtype is MainParamsDtype.fp16 else 4.0
-        moments = _SAVED_MOMENT_BYTES[optim.exp_avg_dtype] + _SAVED_MOMENT_BYTES[optim.exp_avg_sq_dtype]
+        master, moments = saved_bytes(optim)
     num_bytes = num_parameters * (weight + master + moments)
     bytes_per_gpu = num_bytes / spec.launch.world_size
     stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE
@@ -213,7 +210,7 @@ class Plan:
     spec: RunSpec
     gpu: Gpu
     settings: tuple[Setting, ...]
-    products: tuple[Product, ...]
+    products: tuple[PlannedProduct, ...]
     num_parameters: int
     """Of the whole model; tied embeddings counted once."""
     memory: MemoryForecast
@@ -221,7 +218,7 @@ class Plan:
     flops_per_token: float
     speed: SpeedForecast | None
     """None where no measurement supports a prediction."""
-    verdicts: tuple[Verdict, ...]
+    verdicts: tuple[PlanVerdict, ...]
     """What a person should know before starting the run, the most important first."""
 
     @property
@@ -230,39 +227,23 @@ class Plan:
         return self.memory.needed_gib <= self.gpu.memory_gib
 
 
-def count_parameters(spec: RunSpec) -> int:
-    """Parameters of the whole model: of one pipeline stage without tensor parallelism."""
-    whole = replace(
-        spec.model,
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=1,
-        virtual_pipeline_model_parallel_size=None,
-        context_parallel_size=1,
-        sequence_parallel=False,
-        expert_model_parallel_size=1,
-        expert_tensor_parallel_size=None,
-    )
-    (stage,) = plan_stages(build_run_spec(replace(spec.config, model=whole), spec.launch, spec.platform))
-    return stage.num_parameters
-
-
 def build_plan(config: Config) -> Plan:
     """Plans a configuration that breaks no rule, also of the planned machine."""
     gpu, spec = GPUS[config.plan.gpu], planned_spec(config)
     memory = forecast_memory(spec)
-    num_parameters = count_parameters(spec)
+    num_parameters = count_parameters(spec.model)
     checkpoint = forecast_checkpoint(spec, num_parameters)
     verdicts = [_memory_verdict(memory, gpu, spec)]
     speed = None
     if spec.fp8 is not None and spec.fp8.emulate:
-        verdicts.append(Verdict("Speed", _EMULATED))
+        verdicts.append(PlanVerdict("Speed", _EMULATED))
     elif spec.fp8 is None and not spec.kernels.transformer_engine:
-        verdicts.append(Verdict("Speed", _ON_LOCAL_LAYERS))
+        verdicts.append(PlanVerdict("Speed", _ON_LOCAL_LAYERS))
     else:
         speed = forecast_speed(spec, gpu)
         verdicts.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
     if spec.model.layer is not LayerName.gpt:
-        verdicts.append(Verdict("Layers", _OWN_LAYERS.format(spec.model.layer.name)))
+        verdicts.append(PlanVerdict("Layers", _OWN_LAYERS.format(spec.model.layer.name)))
     if spec.model.num_moe_experts is not None:
         verdicts.append(_experts_verdict(spec.model, None if speed is None else speed.run))
     return Plan(

@@ -26,7 +26,7 @@ TRANSFORMER_ENGINE, TORCHAO, TORCH_CUDA = "2.12.0", "0.18.0", "13.0"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Efficiency:
-    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `run.recipes`'.
+    """Shares of the peaks that training reaches, and costs that no peak describes; FP8's are `config.recipes`'.
 
     Calibrated on an H200 (`tests/test_plan_speed.py` names the runs). Used unchanged for an H100, where 8 layers of
     Llama 3 8B kept to them within 1.2%, and for a B200, where nothing has been measured.
@@ -38,8 +38,6 @@ class Efficiency:
     """A GEMM of inner dimension k runs at k / (k + depth) of that: nothing overlaps its start and end."""
     attention: float = 0.45
     """Share of the BF16 peak that fused causal attention reaches, forward and backward together."""
-    fp8_attention: float = 1.2
-    """Speed of attention in FP8 over BF16. Assumed: only the forward gains on Hopper."""
     bandwidth: float = 0.75
     """Share of the memory's bandwidth that elementwise kernels reach."""
     links: float = 0.75

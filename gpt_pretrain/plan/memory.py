@@ -10,14 +10,10 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    MainParamsDtype,
-    MoeGroupedKernel,
-    RecomputeGranularity,
-    RecomputeMethod,
-)
+from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
+from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
@@ -26,16 +22,18 @@ from gpt_pretrain.plan.stages import (
     held_fp8,
     keeps_transposes,
     layer_activations,
+    layer_parameters,
     on_rank,
     per_layer,
     plan_stages,
     rank_load,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.optimizers import MOMENT_BYTES, OPTIMIZERS
+from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.sections import group_layers, place_in_turn
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -55,6 +53,7 @@ ITEMS = (
     "FP8 weights",
     "FP8 copies of weights",
     "gradients",
+    "gradients being reduced",
     "masters",
     "moments",
     "activations",
@@ -109,9 +108,9 @@ class MemoryForecast:
 
 def _weight_copies(settings: Fp8Settings, platform: Platform) -> float:
     """Bytes that FP8 products read per weight: one, another in the other layout where needed, and scales."""
-    if settings.recipe.scales_tensors:
+    if settings.recipe.numerics.scales_tensors:
         return 2.0 if keeps_transposes(settings, platform) else 1.0
-    return 2 * (1 + settings.recipe.weight_scale_bytes)
+    return 2 * (1 + settings.recipe.numerics.weight_scale_bytes)
 
 
 def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
@@ -121,22 +120,49 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
         moments = OPTIMIZERS[optim.name].state_bytes(optim)
         return {"masters": updated * 4 if element_bytes(spec) == 2 else 0.0, "moments": updated * moments}
     in_fp8 = stage.fp8_weights / stage.num_parameters if fp8 is not None and fp8.params else 0.0
-    # A BF16 weight holds one half of its master.
-    whole = 2 if optim.main_params_dtype is MainParamsDtype.fp16 else 4
-    master = whole * in_fp8 + (2 if optim.store_param_remainders else whole) * (1 - in_fp8)
-    moment = sum(MOMENT_BYTES[dtype] for dtype in (optim.exp_avg_dtype, optim.exp_avg_sq_dtype))
-    return {"masters": updated * master, "moments": updated * moment}
+    master, moments = state_bytes(optim, in_fp8=in_fp8)
+    return {"masters": updated * master, "moments": updated * moments}
+
+
+def _section_values(spec: RunSpec, stage: Stage) -> int:
+    """Values in the memory of whole gradients that sections share (`megatron.gradient_sections`)."""
+    model, layout = spec.model, spec.layout
+    table = padded_vocab_size(model) // layout.tp * model.hidden_size
+    first, last = stage.index == 0, stage.index == layout.pp - 1
+    tied = model.share_embeddings_and_output_weights and first and last
+    # A tied embedding has memory of its own.
+    values = table if tied else 0
+    sizes = [layer_parameters(model, layer) for layer in stage.layers.values()]
+    # The backward pass of a chunk goes through it from the last layer to the first.
+    chunks = [
+        sizes[start : start + stage.layers_per_chunk][::-1] for start in range(0, len(sizes), stage.layers_per_chunk)
+    ]
+    for index, layers in enumerate(chunks):
+        groups = group_layers(layers, ddp_bucket_size(model, layout.shards) or sum(layers))
+        sections = [sum(layers[layer] for layer in group) for group in groups]
+        head = [table] if last and index == len(chunks) - 1 and not tied else []
+        embedding = [table] if first and index == 0 and not tied else []
+        values += place_in_turn([*head, *sections, *embedding])[1]
+    return values
+
+
+def _gradient_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
+    size = 4 if spec.model.grad_reduce_in_fp32 else element_bytes(spec)
+    if not shards_gradients(spec.model):
+        return {"gradients": stage.num_parameters * size}
+    own, shared = stage.optimizer_parameters(spec), _section_values(spec, stage)
+    return {"gradients": own * size, "gradients being reduced": shared * size}
 
 
 def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
-    model, fp8, element = spec.model, held_fp8(spec), element_bytes(spec)
+    fp8, element = held_fp8(spec), element_bytes(spec)
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
     copies = 0.0 if fp8 is None else _weight_copies(fp8, spec.platform)
     return {
         "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
         "FP8 weights" if in_fp8 else "FP8 copies of weights": stored * copies,
-        "gradients": stage.num_parameters * (4 if model.grad_reduce_in_fp32 else element),
+        **_gradient_items(spec, stage),
         **_optimizer_items(spec, stage),
     }
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
-from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import uses_distributed_optimizer
+from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod, ShardingStrategy
+from gpt_pretrain.config.derived import shards_gradients, uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.features.resolve import build_run_spec, detect_platform
+from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.environment import host_memory_bytes
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.machine import planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
@@ -42,7 +41,7 @@ class Remedy:
     """A change of the configuration, and the memory that it would need."""
 
     overrides: str
-    """As one would type it."""
+    """The change as arguments of a command line."""
     needed_gib: float
 
 
@@ -51,10 +50,13 @@ def plan_remedies(spec: RunSpec, needed: Callable[[MemoryForecast], float]) -> l
 
     `needed` picks the GiB of a forecast that should become fewer.
     """
-    before = needed(forecast_memory(spec))
+    before, config = needed(forecast_memory(spec)), spec.config
+    if not spec.platform.cuda and config.trainer.precision is Precision.auto:
+        # To the rules, `auto` is a GPU's.
+        config = replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
     found = []
     for changes in _changes(spec):
-        varied = replace(spec.config, model=replace(spec.model, **changes))
+        varied = replace(config, model=replace(spec.model, **changes))
         if config_problems(varied, spec.launch):
             continue
         after = needed(forecast_memory(build_run_spec(varied, spec.launch, spec.platform)))
@@ -78,6 +80,9 @@ def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
         yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
     if sharded:
         yield sharded
+    if spec.layout.shards > 1 and not shards_gradients(model):
+        overlapped = {} if model.overlap_grad_reduce else {"overlap_grad_reduce": True}
+        yield {**sharded, "data_parallel_sharding_strategy": ShardingStrategy.optim_grads, **overlapped}
     if not model.optim.use_precision_aware_optimizer:
         # With the default fp32 states and remainders, nothing is rounded that was not rounded before.
         yield {**sharded, "optim": replace(model.optim, use_precision_aware_optimizer=True)}
@@ -137,14 +142,7 @@ def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
         yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
 
 
-def _run_here(config: Config, launch: Launch, platform: Platform) -> RunSpec:
-    """A run on this machine, with its precision: to the plan and to the rules, `auto` is a GPU's."""
-    if not platform.cuda and config.trainer.precision is Precision.auto:
-        config = replace(config, trainer=replace(config.trainer, precision=Precision.fp32))
-    return build_run_spec(config, launch, platform)
-
-
-def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None:
+def check_states_fit(spec: RunSpec) -> None:
     """Refuses a run whose weights, gradients and optimizer states alone exceed the memory.
 
     On a GPU the run would find out after data and weights were prepared; without one, Linux kills the process silently.
@@ -152,6 +150,7 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
     Raises:
         UserError: What they take, what is available, and the keys that would help.
     """
+    launch, platform = spec.launch, spec.platform
 
     def states_gib(forecast: MemoryForecast) -> dict[str, float]:
         stages = [{name: stage.items.get(name, 0.0) / GIB for name in _STATES} for stage in forecast.stages]
@@ -160,7 +159,6 @@ def check_states_fit(config: Config, launch: Launch, platform: Platform) -> None
         # All processes of a node without GPUs share its memory; they are assumed to have an equal part of all stages.
         return {name: launch.local_world_size * sum(items[name] for items in stages) / len(stages) for name in _STATES}
 
-    spec = _run_here(config, launch, platform)
     items = states_gib(forecast_memory(spec))
     needed_gib, (total_gib, whose) = sum(items.values()), _total_gib(platform)
     if needed_gib <= total_gib:
@@ -184,17 +182,15 @@ def ran_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
 
 
-def explain_out_of_memory(config: Config, launch: Launch, error: BaseException) -> str:
+def explain_out_of_memory(spec: RunSpec, error: BaseException) -> str:
     """The message for a run that ran out of memory on this machine."""
-    platform = detect_platform()
-    spec = _run_here(config, launch, platform)
-    forecast = forecast_memory(spec)
+    platform, forecast = spec.platform, forecast_memory(spec)
     items = sorted(forecast.worst.items.items(), key=lambda item: -item[1])
     where = f" on the ranks of pipeline stage {forecast.worst.stage}" if len(forecast.stages) > 1 else ""
     outside = f", and {forecast.outside_gib:.1f} GiB for CUDA and NCCL" if platform.cuda else ""
     said = next(iter(str(error).splitlines()), type(error).__name__)
     lines = [
-        f"out of memory on rank {launch.rank} ({platform.device_name}): {said}",
+        f"out of memory on rank {spec.launch.rank} ({platform.device_name}): {said}",
         f"the forecast for this run is a peak of {forecast.peak_gib:.2f} GiB{where}{outside}: "
         + ", ".join(f"{name} {size / GIB:.2f}" for name, size in items),
         _used(platform),

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
+from gpt_pretrain.config.derived import num_query_groups, shards_gradients, uses_distributed_optimizer
+from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
-from gpt_pretrain.plan.kernels import head_s, host_layer_s, layer_s, memory_s, recompute_s
+from gpt_pretrain.plan.kernel_times import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
-from gpt_pretrain.run.products import FC1, QKV, Linear
-from gpt_pretrain.run.recipes import RECIPES, Use
+from gpt_pretrain.run.products import FC1, FC2, PROJ, QKV, Linear
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
@@ -72,10 +72,22 @@ def expert_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     return moved / link_bytes_per_s(gpu, layout, ranks) + 4 * EFFICIENCY.kernel_s
 
 
+def _zeroed_gradients(spec: RunSpec, stage: Stage) -> int:
+    """Parameters whose sharded gradients are set to zero in each microbatch: those that no product writes over."""
+    fp8 = spec.fp8
+    # `megatron.sharded_gradients` marks them.
+    finds_mark = fp8 is None or fp8.params or fp8.in_local_layers
+    if not (spec.kernels.gradient_accumulation_fusion and finds_mark):
+        return stage.num_parameters
+    dense = [linear for linear in stage.linears if linear.kind in (QKV, PROJ, FC1, FC2)]
+    return stage.num_parameters - sum(each.num_weights for each in dense if fp8 is None or each.precision == "fp8")
+
+
 def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
-    Overlapped reduction over a network hides behind the backward pass of the last microbatch, `backward_s`.
+    Overlapped reduction over a network hides behind the backward pass of the last microbatch, `backward_s`. Sharded
+    gradients are reduced in each one, which costs about as much memory traffic again.
     """
     model, layout = spec.model, spec.layout
     rate = link_bytes_per_s(gpu, layout, layout.tp * layout.shards)
@@ -83,10 +95,11 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     others = stage.num_parameters - stage.expert_weights
     moved = others * (1 - 1 / layout.shards) + stage.expert_weights * (1 - 1 / layout.expert_shards)
     gradient = 4 if model.grad_reduce_in_fp32 else 2
+    num_reductions = layout.num_microbatches if shards_gradients(model) else 1
     if not uses_distributed_optimizer(model):
         reduce_s, gather_s = 2 * moved * gradient / rate, 0.0
     else:
-        reduce_s = moved * gradient / rate
+        reduce_s = num_reductions * moved * gradient / rate
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
         gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
@@ -94,13 +107,17 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile found 52 to 60 of
     # the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to be hidden.
     lost = rate / link_bytes_per_s(gpu, layout, 1)
-    hidden_reduce = backward_s if model.overlap_grad_reduce else 0.0
+    hidden_reduce = num_reductions * backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
     # With experts, gradients are averaged in a pass of their own (`megatron.core_fields.ddp_fields`).
-    averaged = stage.num_parameters if model.num_moe_experts is not None and layout.shards > 1 else 0
+    averages = model.num_moe_experts is not None and layout.shards > 1
+    passed: float = 2 * gradient * stage.num_parameters * averages
+    if shards_gradients(model):
+        # In each microbatch, the rank's part is read and added to a sum.
+        passed = num_reductions * gradient * (_zeroed_gradients(spec, stage) + 3 * stage.optimizer_parameters(spec))
     exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
-    return exposed + (memory_s(gpu, 2 * gradient * averaged) if averaged else 0.0)
+    return exposed + (memory_s(gpu, passed) if passed else 0.0)
 
 
 def context_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], attention_s: float) -> float:
@@ -193,11 +210,12 @@ def _microbatch_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
 def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
 
-    The whole gradient is zeroed (4 bytes per parameter); the rest is of the rank's shard.
+    The whole gradient is zeroed (4 bytes per parameter), unless it is sharded; the rest is of the rank's shard.
     """
     model, layout, settings = spec.model, spec.layout, spec.fp8
     updated = stage.optimizer_parameters(spec)
-    moved = stage.num_parameters * 4 + OPTIMIZERS[model.optim.name].moved_bytes * updated
+    zeroed = 0 if shards_gradients(model) else stage.num_parameters * 4
+    moved = zeroed + OPTIMIZERS[model.optim.name].moved_bytes * updated
     seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
     if settings is None:
         return seconds
@@ -210,7 +228,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
         seconds["FP8 parameters"] = memory_s(gpu, stage.fp8_weights * (cast / layout.shards + transposes))
     else:
         # BF16 weights are cast once per step.
-        passes = 4 + 2 * settings.recipe.searches_amax
+        passes = 4 + 2 * settings.recipe.cost.searches_amax
         in_fp8 = (linear for linear in stage.linears if linear.precision == "fp8")
         seconds["FP8 casts"] = sum(memory_s(gpu, linear.num_weights * passes) for linear in in_fp8)
     return seconds

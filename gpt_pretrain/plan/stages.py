@@ -1,10 +1,9 @@
 """What one GPU of each pipeline stage holds: layers, parameters, microbatches in flight, and activations.
 
 The activations that a layer's forward pass keeps were read from what the autograd functions save: Transformer Engine
-2.12's `_LayerNormLinear` and `_Linear` (module/), its `FusedAttnFunc`
-(attention/dot_product_attention/backends.py), megatron-core 0.19's `GeLUFunction` and `SwiGLUFunction` (fusions/) and
-its local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the
-weight gradient reads, and not in BF16; the inputs of norms, attention and the activation function stay in BF16.
+2.12's `_LayerNormLinear`, `_Linear` and `FusedAttnFunc`, megatron-core 0.19's `GeLUFunction`, `SwiGLUFunction` and its
+local `DotProductAttention`. In FP8 a linear layer keeps its input as one byte per value, in the layout that the weight
+gradient reads; the inputs of norms, attention and the activation function stay in BF16.
 
 Experts were read from megatron-core 0.19.2 (transformer/moe: `permute`, `unpermute` and `sort_chunks_by_idxs` with and
 without their fused kernels, `MoEAlltoAllTokenDispatcher`, `MoELayer.forward`, `TEGroupedMLP.forward`) and Transformer
@@ -16,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding, Precision
+from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     kv_channels,
@@ -26,15 +25,16 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
+from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import BLACKWELL, Platform
-from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear
+from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, linears
 from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # Rows of the busiest expert over the mean of a layer's experts. In the first steps, before a router has learned to
-# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for it.
+# balance, it is 1.8 to 2.4, and peaks of four runs of Mixtral ask for 1.91 to 2.01: memory is forecast for such a load.
 BUSIEST_EXPERT_AT_FIRST = 2.0
-# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for it.
+# From step 100 on it was 1.2 (benchmarks/experts.md#losses-over-200-steps): speed is forecast for that load.
 BUSIEST_EXPERT = 1.2
 # FP8 products take rows in multiples of this.
 _PADDED_TO = 16
@@ -94,7 +94,7 @@ def _norm_parameters(model: ModelConfig, width: int) -> int:
     return width * (2 if model.normalization is Normalization.layernorm else 1)
 
 
-def _layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
+def layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
     """Weights, biases and norms of one layer. Biases of row-parallel layers are whole on every TP rank."""
     norms = 2 * _norm_parameters(model, model.hidden_size)
     norms += model.qk_layernorm * 2 * _norm_parameters(model, kv_channels(model))
@@ -104,30 +104,55 @@ def _layer_parameters(model: ModelConfig, layer: Sequence[Linear]) -> int:
     return sum(linear.num_weights for linear in layer) + norms + biases
 
 
-def plan_stages(spec: RunSpec) -> list[Stage]:
-    """The pipeline stages of a checked configuration, in order."""
-    model, layout = spec.model, spec.layout
-    *in_layers, head = spec.linears
+def _stage_parameters(model: ModelConfig, layers: Iterable[Sequence[Linear]], *, first: bool, last: bool) -> int:
+    """Parameters of one tensor parallel rank of a pipeline stage."""
+    table = padded_vocab_size(model) // model.tensor_model_parallel_size * model.hidden_size
+    positions = model.max_position_embeddings * model.hidden_size
+    num_parameters = sum(layer_parameters(model, layer) for layer in layers)
+    if first:
+        num_parameters += table
+        num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
+    if last:
+        num_parameters += _norm_parameters(model, model.hidden_size)
+        # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
+        num_parameters += 0 if model.share_embeddings_and_output_weights and first else table
+    return num_parameters
+
+
+def _by_layer(linears: Iterable[Linear]) -> tuple[dict[int, list[Linear]], Linear]:
+    """The linear layers of each transformer layer, and the LM head."""
+    *in_layers, head = linears
     by_layer: dict[int, list[Linear]] = {}
     for linear in in_layers:
         by_layer.setdefault(linear.layer, []).append(linear)
+    return by_layer, head
+
+
+def count_parameters(model: ModelConfig) -> int:
+    """Parameters of the whole model; tied embeddings count once."""
+    whole = replace(
+        model,
+        tensor_model_parallel_size=1,
+        context_parallel_size=1,
+        sequence_parallel=False,
+        expert_model_parallel_size=1,
+        expert_tensor_parallel_size=None,
+    )
+    layers, _ = _by_layer(linears(whole, None))
+    return _stage_parameters(whole, layers.values(), first=True, last=True)
+
+
+def plan_stages(spec: RunSpec) -> list[Stage]:
+    """The pipeline stages of a checked configuration, in order."""
+    model, layout = spec.model, spec.layout
+    by_layer, head = _by_layer(spec.linears)
     layers_per_chunk = model.num_layers // (layout.pp * layout.vp)
-    table = padded_vocab_size(model) // layout.tp * model.hidden_size
-    positions = model.max_position_embeddings * model.hidden_size
     stages = []
     for index in range(layout.pp):
         # Chunk c of stage p begins with layer (c · PP + p) · layers_per_chunk.
         firsts = [(chunk * layout.pp + index) * layers_per_chunk for chunk in range(layout.vp)]
         layers = {layer: by_layer[layer] for start in firsts for layer in range(start, start + layers_per_chunk)}
         first, last = index == 0, index == layout.pp - 1
-        num_parameters = sum(_layer_parameters(model, layer) for layer in layers.values())
-        if first:
-            num_parameters += table
-            num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
-        if last:
-            num_parameters += _norm_parameters(model, model.hidden_size)
-            # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.
-            num_parameters += 0 if model.share_embeddings_and_output_weights and first else table
         stages.append(
             Stage(
                 index=index,
@@ -135,7 +160,7 @@ def plan_stages(spec: RunSpec) -> list[Stage]:
                 head=head if last else None,
                 chunks_in_flight=_chunks_in_flight(layout, index),
                 layers_per_chunk=layers_per_chunk,
-                num_parameters=num_parameters,
+                num_parameters=_stage_parameters(model, layers.values(), first=first, last=last),
             )
         )
     return stages
@@ -177,7 +202,7 @@ def on_rank(layer: Sequence[Linear], load: float) -> list[Linear]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Passage:
+class TokenDispatch:
     """How rows get to their experts and back, in one layer and microbatch of one rank."""
 
     choices: int
@@ -205,11 +230,11 @@ class Passage:
         return per_row * self.sent + (8 * self.sorted + 8 * self.padded) * self.received
 
 
-def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
+def token_dispatch(model: ModelConfig, layer: Sequence[Linear]) -> TokenDispatch:
     """How rows get to the experts of a layer that `on_rank` returned."""
     qkv, *_, fc1, _ = layer
     exchanged = model.expert_model_parallel_size * expert_tensor_parallel_size(model) > 1
-    return Passage(
+    return TokenDispatch(
         choices=model.moe_router_topk,
         sent=qkv.local_tokens * model.moe_router_topk,
         received=fc1.tokens * fc1.count,
@@ -220,8 +245,8 @@ def passage(model: ModelConfig, layer: Sequence[Linear]) -> Passage:
 
 
 def element_bytes(spec: RunSpec) -> int:
-    """Bytes of a value in the run's precision on a GPU."""
-    return 4 if spec.config.trainer.precision is Precision.fp32 else 2
+    """Bytes of a value in the run's precision."""
+    return 4 if params_dtype(spec) is Dtype.fp32 else 2
 
 
 def held_fp8(spec: RunSpec) -> Fp8Settings | None:
@@ -244,7 +269,7 @@ def input_bytes(spec: RunSpec, linear: Linear) -> float:
     fp8 = held_fp8(spec)
     if fp8 is None or linear.wgrad_precision != "fp8":
         return element_bytes(spec)
-    return 1 + fp8.recipe.activation_scale_bytes
+    return 1 + fp8.recipe.numerics.activation_scale_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -333,7 +358,7 @@ def passing_bytes(spec: RunSpec, layer: Sequence[Linear]) -> float:
     its kept output.
     """
     *_, fc1, fc2 = layer
-    way, element, hidden = passage(spec.model, layer), element_bytes(spec), spec.model.hidden_size
+    way, element, hidden = token_dispatch(spec.model, layer), element_bytes(spec), spec.model.hidden_size
     rows = way.received
     row = rows * hidden * element
     inner, cast = rows * fc2.in_features, fc1.precision == "fp8"

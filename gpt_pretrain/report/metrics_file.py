@@ -22,7 +22,6 @@ from gpt_pretrain.report.records import (
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
-    LossSpikeRecord,
     RankTimesRecord,
     Record,
     RewindRecord,
@@ -132,7 +131,6 @@ class Metrics:
     validation: list[ValidationRecord] = field(default_factory=list)
     validation_tasks: list[ValidationTasksRecord] = field(default_factory=list)
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
-    loss_spikes: list[LossSpikeRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
     """Without those that failed."""
     fp8: list[Fp8Record] = field(default_factory=list)
@@ -159,7 +157,6 @@ _BY_STEP: Mapping[type[Record], str] = {
     ValidationRecord: "validation",
     ValidationTasksRecord: "validation_tasks",
     SkippedStepRecord: "skipped_steps",
-    LossSpikeRecord: "loss_spikes",
     Fp8Record: "fp8",
     Fp8CoverageRecord: "fp8_proofs",
     ExpertsRecord: "experts",

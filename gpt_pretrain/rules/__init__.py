@@ -1,1 +1,1 @@
-"""What may not run, found before torch is imported: the gate on the command line, and the cross-field rules."""
+"""What may not run, found before torch is imported: the checks of the command line, and the cross-field rules."""

@@ -8,29 +8,25 @@ from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, refusals, show
+from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import batch_fits, indivisible, refusal, refusals
+from gpt_pretrain.rules.model import batch_fits
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 
 def routing(model: ModelConfig, experts: int) -> Iterator[str]:
     """The number of experts per token, and their load balancing."""
-    if experts < 2:
-        yield f"model.num_moe_experts={experts} leaves a router no choice; use 2 or more, or a model without experts"
-    elif not 2 <= model.moe_router_topk <= experts:
+    if not 2 <= model.moe_router_topk <= experts:
         # A softmax over the score of one expert is 1, whatever the router says.
         why = ": one expert alone has weight 1, and the router learns nothing" if model.moe_router_topk == 1 else ""
         yield (
             f"model.moe_router_topk={model.moe_router_topk} with model.num_moe_experts={experts}{why}; "
             f"use {one_of(range(2, experts + 1))}"
         )
-    if model.moe_aux_loss_coeff < 0:
-        yield f"model.moe_aux_loss_coeff={model.moe_aux_loss_coeff} is negative; use 0.01 or another above 0"
-    elif model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
+    if model.moe_aux_loss_coeff == 0 and model.moe_router_load_balancing_type is not MoeLoadBalancing.none:
         yield (
             "model.moe_aux_loss_coeff=0 switches off model.moe_router_load_balancing_type="
             f"{model.moe_router_load_balancing_type.name}; use a coefficient above 0, or "
@@ -42,8 +38,6 @@ def routing(model: ModelConfig, experts: int) -> Iterator[str]:
             "model.moe_router_load_balancing_type=none; leave it out, or use "
             "model.moe_router_load_balancing_type=aux_loss"
         )
-    if model.moe_z_loss_coeff is not None and model.moe_z_loss_coeff <= 0:
-        yield f"model.moe_z_loss_coeff={model.moe_z_loss_coeff} is not positive; use null for none"
 
 
 def expert_layers(model: ModelConfig) -> Iterator[str]:
@@ -68,14 +62,8 @@ def expert_layers(model: ModelConfig) -> Iterator[str]:
         yield refusal("model.moe_grouped_gemm=true", "model.transformer_engine=false", why, off)
 
 
-def overlapped_exchange(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """Requirements for overlapping the exchange of rows with another microbatch's layers."""
-    if run.model.overlap_moe_expert_parallel_comm:
-        asked, off = "model.overlap_moe_expert_parallel_comm=true", "model.overlap_moe_expert_parallel_comm=false"
-        yield from refusals(asked, _exchange_obstacles(run, launch), off)
-
-
-def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
+def _exchange_obstacles(run: Resolved) -> Iterator[Obstacle]:
+    """What keeps the exchange of rows from overlapping with another microbatch's layers."""
     model, pp = run.model, run.model.pipeline_model_parallel_size
     if model.expert_model_parallel_size == 1:
         yield "model.expert_model_parallel_size=1", "no rows are exchanged"
@@ -87,6 +75,7 @@ def _exchange_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstac
         yield f"model.activations_checkpoint_granularity={granularity.name}", "not proven with recomputed layers"
     if run.config.trainer.precision is Precision.fp32:
         yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 only"
+    launch = run.launch
     if launch is not None and batch_fits(model, launch) and num_microbatches(model, launch.world_size) == 1:
         batch = f"model.global_batch_size={model.global_batch_size} and model.micro_batch_size={model.micro_batch_size}"
         yield batch, "a step has one microbatch, and no other one to overlap with"
@@ -153,13 +142,15 @@ def fp8_experts(run: Resolved) -> Iterator[str]:
         yield refusal(padding, setting, "only alltoall can pad", "model.moe_token_dispatcher_type=alltoall", "false")
 
 
-def expert_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """All problems of a mixture of experts with positive sizes; without `launch`, none about the world size."""
+def expert_problems(run: Resolved) -> Iterator[str]:
+    """All problems of a mixture of experts with positive sizes."""
     model = run.model
     if model.num_moe_experts is None:
         return
     yield from routing(model, model.num_moe_experts)
     yield from expert_layers(model)
-    yield from expert_ranks(model, model.num_moe_experts, launch)
-    yield from overlapped_exchange(run, launch)
+    yield from expert_ranks(model, model.num_moe_experts, run.launch)
+    if model.overlap_moe_expert_parallel_comm:
+        key = "model.overlap_moe_expert_parallel_comm"
+        yield from refusals(f"{key}=true", _exchange_obstacles(run), f"{key}=false")
     yield from fp8_experts(run)

@@ -2,7 +2,7 @@
 
 The command line comes first, then the file of `--config-name` (`conf/config.yaml` by default). No other file is read
 for it: whoever may write a preset, a run's `config.yaml` or a checkpoint's manifest must not be able to run code. The
-gate later refuses a composition that names other modules than were imported (`rules.gate`).
+check of the jobs later refuses a composition that names other modules than were imported (`rules.jobs`).
 """
 
 import importlib

@@ -8,19 +8,15 @@ import fnmatch
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import AUTO, Fp8Backend, LayerName, Precision, RecomputeGranularity
-from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.choices import AUTO, Fp8Backend, LayerName, Precision
+from gpt_pretrain.config.errors import one_of, refusal, refusals, show, written
 from gpt_pretrain.config.keys import did_you_mean
+from gpt_pretrain.config.recipes import RECIPES, Use, recipes_for, recipes_of
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 from gpt_pretrain.run.products import Resolved, linears, shapes_of
-from gpt_pretrain.run.recipes import RECIPES, Use, recipes_for, recipes_of
 
-# E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8: with a larger margin even the largest value of a
-# tensor would be subnormal.
-_LARGEST_MARGIN = 14
 # 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
 _LONGEST_HISTORY = 65_536
 # An fp32 number for each of input, weight and output, and of the gradients of output and input
@@ -70,21 +66,9 @@ def torchao(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         yield refusal("model.fp8_wgrad=true", f"model.fp8_recipe={recipe.name}", why, *ways)
 
 
-def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
-    """The ranges of the keys that only delayed scaling reads."""
-    if not settings.recipe.keeps_history:
-        return
-    if not 0 <= settings.margin <= _LARGEST_MARGIN:
-        yield (
-            f"model.fp8_margin={settings.margin} is not between 0 and {_LARGEST_MARGIN}: scales leave 2^margin of "
-            "headroom, less than none saturates the largest values, and more leaves E4M3 no precision; use 0"
-        )
-    if settings.amax_history_len < 1:
-        yield (
-            f"model.fp8_amax_history_len={settings.amax_history_len} is too small; "
-            "use 1 or more (1024 is Transformer Engine's own)"
-        )
-    if settings.amax_history_len > _LONGEST_HISTORY:
+def amax_history(settings: Fp8Settings) -> Iterator[str]:
+    """The longest history of delayed scaling."""
+    if settings.recipe.keeps_history and settings.amax_history_len > _LONGEST_HISTORY:
         yield (
             f"model.fp8_amax_history_len={settings.amax_history_len} is too long: each linear layer would keep "
             f"{_HISTORY_BYTES * settings.amax_history_len:,} bytes of amaxes (4 for each of 5 tensors and each pass); "
@@ -92,43 +76,8 @@ def delayed_scaling(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
         )
 
 
-def attention(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 in attention's own products, which only TE's fused attention computes."""
-    if settings.dot_product_attention:
-        asked, off = "model.fp8_dot_product_attention=true", "model.fp8_dot_product_attention=false"
-        yield from refusals(asked, _attention_obstacles(config, settings), off)
-
-
-def _attention_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
-    model = config.model
-    if (why := settings.recipe.why_not(Use.fp8_dot_product_attention)) is not None:
-        # DotProductAttention.init_fp8_metadata and Float8BlockScaling.__post_init__ assert it.
-        why += ", and FP8 attention is Transformer Engine's, with scales per tensor"
-        yield f"model.fp8_recipe={settings.recipe.name}", why, f"fp8={recipes_for(Use.fp8_dot_product_attention)}"
-    if model.activations_checkpoint_granularity is RecomputeGranularity.selective:
-        # Attention._checkpointed_attention_forward recomputes outside of TE's autocast.
-        selective = "model.activations_checkpoint_granularity=selective"
-        yield selective, "it recomputes attention without FP8", "model.activations_checkpoint_granularity=null"
-    if config.trainer.deterministic:
-        # get_attention_backend drops cuDNN's FP8 attention in training, and no other backend has one.
-        why = "the only FP8 attention varies from run to run"
-        yield "trainer.deterministic=true", why, "trainer.deterministic=false"
-    uncovered = "the first-step proof does not cover this combination"
-    if model.first_last_layers_bf16:
-        yield "model.first_last_layers_bf16=true", uncovered, "fp8_exclude in place of first_last_layers_bf16"
-    if model.context_parallel_size > 1:
-        yield f"model.context_parallel_size={model.context_parallel_size}", uncovered, "model.context_parallel_size=1"
-    if settings.emulate:
-        yield "model.fp8_emulate=true", "only linear layers are emulated"
-
-
-def parameters(config: Config, settings: Fp8Settings) -> Iterator[str]:
-    """FP8 weights: only the distributed optimizer writes them from their masters."""
-    if settings.params:
-        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
-
-
 def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obstacle]:
+    """What keeps weights out of FP8: only the distributed optimizer writes them from their masters."""
     only = "only the distributed optimizer writes FP8 weights from their masters"
     if config.model.use_distributed_optimizer is False:
         yield "model.use_distributed_optimizer=false", only, "model.use_distributed_optimizer=null or true"
@@ -285,9 +234,9 @@ def fp8_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         return
     yield from formats(model, settings)
     yield from torchao(model, settings)
-    yield from delayed_scaling(model, settings)
-    yield from attention(config, settings)
-    yield from parameters(config, settings)
+    yield from amax_history(settings)
+    if settings.params:
+        yield from refusals("model.fp8_params=true", _parameter_obstacles(config, settings), "model.fp8_params=false")
     yield from layer_implementation(config, settings)
     if sizes_known:
         kept = list(layers_in_bf16(model, settings))

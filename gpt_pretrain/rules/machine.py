@@ -7,27 +7,15 @@ do not change it. TE 2.12 asserts most of this when the first layer runs, and re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, Fp8Backend, MomentDtype, Precision
-from gpt_pretrain.config.derived import kv_channels
-from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, show
+from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, Precision
+from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, refusal, show
 from gpt_pretrain.config.keys import value_of
+from gpt_pretrain.config.recipes import Engine, Recipe
+from gpt_pretrain.features.fp8_attention import is_attention_delayed
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.features.resolve import build_run_spec
-from gpt_pretrain.rules.model import refusal
-from gpt_pretrain.run.fp8 import Fp8Settings, emulation, local_layers
-from gpt_pretrain.run.platform import (
-    ATTENTION,
-    BLACKWELL,
-    CONSUMER_BLACKWELL,
-    HOPPER,
-    MULTICAST_OFF,
-    NO_MULTICAST,
-    RECIPE_VARIABLES,
-    USER_BUFFERS_WITHOUT,
-    Platform,
-    read_version,
-)
-from gpt_pretrain.run.recipes import Recipe
+from gpt_pretrain.run.fp8 import emulation, local_layers
+from gpt_pretrain.run.platform import ATTENTION, RECIPE_VARIABLES, Platform, read_version
 from gpt_pretrain.run.run_spec import RunSpec, why_local_layers
 
 # The oldest version that this project was checked and tested against.
@@ -45,7 +33,8 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     of_torchao = backend is Fp8Backend.torchao
     library, why_not = "Transformer Engine", platform.why_no_transformer_engine
     if of_torchao:
-        library, why_not = "TorchAO", _why_no_torchao(platform)
+        missing = f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
+        library, why_not = "TorchAO", missing if platform.cuda else "there is no CUDA device"
     if platform.compute_capability is None:
         return f"a GPU with FP8 (Ada, Hopper or newer) and {library}, but {why_not}"
     if not platform.has_fp8:
@@ -58,45 +47,15 @@ def _why_no_fp8(platform: Platform, backend: Fp8Backend) -> str | None:
     return None
 
 
-def _why_no_torchao(platform: Platform) -> str:
-    """Why TorchAO cannot be used, if it cannot."""
-    if not platform.cuda:
-        return "there is no CUDA device"
-    return f"{platform.torchao_problem or 'it is not installed'}; {how_to_install('torchao')}"
-
-
-def _why_no_scaling(platform: Platform, recipe: Recipe) -> str | None:
+def _why_no_scaling(platform: Platform, engine: Engine) -> str | None:
     """What a GPU with FP8 lacks for a recipe; None if nothing."""
     capability, cuda = platform.compute_capability, platform.torch_cuda
     assert capability is not None, "asked only of a GPU"
-    first, beyond = recipe.capability
+    first, beyond = engine.capability
     fits = first <= capability and (beyond is None or capability < beyond)
-    if fits and (recipe.cuda is None or (cuda is not None and read_version(cuda).release >= recipe.cuda)):
+    if fits and (engine.cuda is None or (cuda is not None and read_version(cuda).release >= engine.cuda)):
         return None
-    return f"{recipe.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if recipe.cuda is not None else "")
-
-
-def _attention(spec: RunSpec, settings: Fp8Settings) -> Iterator[str]:
-    """What cuDNN's FP8 attention accepts (TE's get_attention_backend and nvte_get_fused_attn_backend)."""
-    platform, width = spec.platform, kv_channels(spec.model)
-    capability = platform.compute_capability
-    assert capability is not None, "asked only of a GPU"
-    key, kv_channels_are = "fp8_dot_product_attention", f"model.kv_channels={width}"
-    if not HOPPER <= capability < CONSUMER_BLACKWELL:
-        yield _needs(spec, key, "compute capability 9.x or 10.x", f"this is {platform.gpu}", "false")
-    elif capability < BLACKWELL and width != 128:
-        yield _needs(spec, key, "heads of 128 channels to train on Hopper", kv_channels_are, "false")
-    elif width > 128 or width % 16:
-        yield _needs(spec, key, "heads of a multiple of 16 up to 128 channels", kv_channels_are, "false")
-    if capability < BLACKWELL and not settings.recipe.keeps_history and not _is_attention_delayed(platform):
-        why = "on Hopper, cuDNN's FP8 attention takes delayed scales only"
-        export = "export NVTE_DPA_FP8_RECIPE=DelayedScaling for attention alone"
-        setting = f"model.fp8_recipe={settings.recipe.name}"
-        yield refusal(f"model.{key}=true", setting, why, "false", "fp8=delayed", export)
-
-
-def _is_attention_delayed(platform: Platform) -> bool:
-    return platform.recipe_variables.get("NVTE_DPA_FP8_RECIPE") == "DelayedScaling"
+    return f"{engine.hardware}, and this is {platform.gpu}" + (f", CUDA {cuda}" if engine.cuda is not None else "")
 
 
 def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: bool) -> Iterator[str]:
@@ -106,7 +65,7 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
     for name, value in platform.recipe_variables.items():
         neutral, where, effect = RECIPE_VARIABLES[name]
         # Delayed scaling does so anyway, and tensorwise has no other way on Hopper.
-        is_delayed = name == "NVTE_DPA_FP8_RECIPE" and _is_attention_delayed(platform)
+        is_delayed = name == "NVTE_DPA_FP8_RECIPE" and is_attention_delayed(platform)
         stands = is_delayed and (recipe.keeps_history or platform.is_hopper)
         if where in about and value != neutral and not stands:
             yield f"{name}={value} in the environment {effect}, which the configuration does not say; unset it"
@@ -114,7 +73,7 @@ def recipe_variable_problems(platform: Platform, recipe: Recipe, *, attention: b
 
 def why_no_recipe(platform: Platform, recipe: Recipe) -> str | None:
     """What this machine lacks for a recipe, as a phrase that follows "needs"; None if nothing."""
-    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe)
+    return _why_no_fp8(platform, recipe.backend) or _why_no_scaling(platform, recipe.engine)
 
 
 def _fp8_problems(spec: RunSpec) -> Iterator[str]:
@@ -128,12 +87,10 @@ def _fp8_problems(spec: RunSpec) -> Iterator[str]:
         engine = " with model.fp8_backend=torchao" if settings.backend is Fp8Backend.torchao else ""
         yield f"model.fp8=true{engine} needs {problem}; {emulate}"
         return
-    problem = _why_no_scaling(platform, settings.recipe)
+    problem = _why_no_scaling(platform, settings.recipe.engine)
     if problem is not None:
         yield f"model.fp8_recipe={settings.recipe.name} needs {problem}; {emulate}"
         return
-    if settings.dot_product_attention:
-        yield from _attention(spec, settings)
     yield from recipe_variable_problems(platform, settings.recipe, attention=settings.dot_product_attention)
 
 
@@ -164,7 +121,7 @@ def _broken_libraries(spec: RunSpec) -> Iterator[str]:
             continue
         mended = replace(platform, libraries={**platform.libraries, library.name: library.oldest})
         unasked = value_of(spec.config, f"model.{feature.key}") is None
-        if unasked and feature.is_used(build_run_spec(spec.config, spec.launch, mended).kernels):
+        if unasked and feature.is_used(build_run_spec(spec.config, spec.launch, mended)):
             yield f"{feature.without_library}: {platform.library_problems[library.name]}"
 
 
@@ -184,7 +141,6 @@ def machine_problems(spec: RunSpec) -> list[str]:
         *_fp8_problems(spec),
         *_layer_problems(spec),
         *_kernel_problems(spec),
-        *_hardware_problems(spec),
         *_auto_problems(spec),
         *_process_problems(spec),
     ]
@@ -205,10 +161,6 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
     if model.moe_grouped_kernel is not None and not model.fp8_emulate and spec.kernels.moe_grouped_kernel is None:
         why = "experts are computed one by one" if te else local
         yield _needs(spec, "moe_grouped_kernel", f"grouped products of {layers}", why, "null")
-    if missing and model.cuda_graph_impl is CudaGraphImpl.local:
-        yield _needs(spec, "cuda_graph_impl", layers, local, "null or none")
-    if missing and model.tp_comm_overlap:
-        yield _needs(spec, "tp_comm_overlap", layers, local, "false")
     if te and spec.config.trainer.precision is Precision.fp32:
         yield refusal(
             "trainer.precision=fp32", layers, "they multiply in TF32", "bf16", "model.transformer_engine=false"
@@ -216,26 +168,16 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
 
 
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
-    """Kernels that are not installed or cannot be built."""
+    """Features and kernels that are not installed, cannot be built, or need a GPU."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
     for feature in FEATURES:
-        if feature.is_asked(model) and (lack := feature.lacks(spec)) is not None:
-            needed, why = lack
-            yield f"{feature.setting} needs {needed}: {why}; use {feature.off}"
+        if feature.is_asked(model):
+            yield from feature.problems_here(spec)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):
         why = "apex's softmax kernels are not installed"
         if kernels.transformer_engine:
             why = "Transformer Engine layers have their own attention"
         yield f"model.masked_softmax_fusion=true has no effect: {why}; use null or false"
-    if model.compile and platform.compiler_problem is not None:
-        yield _needs(
-            spec, "compile", "a C++ compiler on a CPU", platform.compiler_problem, "model.compile=false, or install g++"
-        )
-
-
-def _hardware_problems(spec: RunSpec) -> Iterator[str]:
-    """Kernels, types and buffers that need another GPU."""
-    model, platform = spec.model, spec.platform
     for key in ("bias_activation_fusion", "bias_dropout_add_fusion"):
         if getattr(model, key) and not platform.cuda:
             yield _needs(spec, key, "a GPU", "there is no CUDA device")
@@ -247,17 +189,6 @@ def _hardware_problems(spec: RunSpec) -> Iterator[str]:
                 "model.cross_entropy_fusion_impl=native rounds the gradient of the logits to BF16, and "
                 "trainer.precision=fp32; use null or linear"
             )
-    stores_fp8 = model.optim.use_precision_aware_optimizer and model.optim.exp_avg_dtype is MomentDtype.fp8
-    if stores_fp8 and platform.cuda and not platform.has_fp8:
-        # Triton reads and writes E4M3 only there.
-        e4m3 = "a GPU with E4M3 (compute capability 8.9 or newer)"
-        yield _needs(spec, "optim.exp_avg_dtype", e4m3, f"this is {platform.gpu}", "fp16, bf16 or fp32")
-    variables, off = platform.multicast_variables, MULTICAST_OFF
-    has_none = variables.get(NO_MULTICAST) == off[NO_MULTICAST]
-    if model.tp_comm_overlap and has_none and variables.get(USER_BUFFERS_WITHOUT) != off[USER_BUFFERS_WITHOUT]:
-        why = f"{NO_MULTICAST}={off[NO_MULTICAST]} in the environment says that this host has none"
-        ways = f"false, or export {USER_BUFFERS_WITHOUT}={off[USER_BUFFERS_WITHOUT]} for buffers without it"
-        yield _needs(spec, "tp_comm_overlap", "NVLink multicast for its user buffers", why, ways)
 
 
 def _auto_problems(spec: RunSpec) -> Iterator[str]:

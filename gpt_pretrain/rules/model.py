@@ -4,58 +4,15 @@ A rule is a generator of messages: the keys and values in conflict, the rule, an
 divisions of widths, heads and sequences.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, CudaGraphImpl, Fp8Backend, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity, ShardingStrategy
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of, show
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
-from gpt_pretrain.features.resolve import (
-    graph_obstacles,
-)
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.run.fp8 import Obstacle, local_layers
 from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
-
-# Counts; the rules divide by them.
-_COUNTS = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
-    "make_vocab_size_divisible_by max_position_embeddings rotary_base encoder_seq_length micro_batch_size "
-    "global_batch_size tensor_model_parallel_size pipeline_model_parallel_size "
-    "virtual_pipeline_model_parallel_size context_parallel_size activations_checkpoint_num_layers num_moe_experts "
-    "moe_ffn_hidden_size moe_router_topk expert_model_parallel_size expert_tensor_parallel_size ddp_bucket_size"
-)
-# With fewer, a router has nothing to choose from.
-_LEAST = {"num_moe_experts": 2, "moe_router_topk": 2}
-_LOCAL_LAYERS = "it compiles megatron-core's local layers"
-_COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
-# By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
-# without them it is another model.
-_NOT_COMPILED = {
-    _LOCAL_LAYERS: "transformer_engine=null "
-    "apply_rope_fusion=null tp_comm_overlap=false "
-    "cuda_graph_impl=null context_parallel_size=1",
-    _COMPILED_ITSELF: "bias_activation_fusion=null "
-    "bias_dropout_add_fusion=null masked_softmax_fusion=null gradient_accumulation_fusion=null",
-    "hooks that wait for parameters would break the graph of a layer": "overlap_param_gather=false",
-    # torch 2.11 traces megatron-core's exchanges along the sequence wrongly, whatever the backend: the first gradient
-    # norm of a toy was 0.979 instead of 1.166, which the same modules uncompiled gave (TP 2, CPU).
-    "its gradients were wrong where ranks split the sequence": "sequence_parallel=false",
-    "experts get a different number of tokens in each step, and a graph has fixed shapes": "num_moe_experts",
-    "not tested with recomputation": "activations_checkpoint_granularity=null",
-    "layers of extensions are not tested": "layer=gpt",
-    "random numbers drawn in compiled layers are not tested": "hidden_dropout=0 attention_dropout=0",
-}
-
-
-def sizes_are_positive(model: ModelConfig) -> Iterator[str]:
-    """Counts, by which other rules divide."""
-    for name in _COUNTS.split():
-        value = getattr(model, name)
-        if value is not None and value < 1:
-            yield f"model.{name}={value} is not positive; use {_LEAST.get(name, 1)} or more"
 
 
 def positions(model: ModelConfig) -> Iterator[str]:
@@ -66,19 +23,12 @@ def positions(model: ModelConfig) -> Iterator[str]:
             f"model.max_position_embeddings={model.max_position_embeddings}; "
             f"use {model.max_position_embeddings} or less, or raise max_position_embeddings"
         )
-    if model.position_embedding_type is not PositionEmbedding.rope:
-        if model.apply_rope_fusion:
-            yield (
-                "model.apply_rope_fusion=true has nothing to fuse: "
-                f"model.position_embedding_type={model.position_embedding_type.name}; use "
-                "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
-            )
-        return
-    if not 0 < model.rotary_percentage <= 1:
-        yield f"model.rotary_percentage={model.rotary_percentage} is not a fraction of a head; use above 0 up to 1"
-    factor = model.rope_scaling_factor
-    if factor is not None and not factor > 1:
-        yield f"model.rope_scaling_factor={factor} stretches no period; use more than 1 (Llama 3.1 has 8), or null"
+    if model.apply_rope_fusion and model.position_embedding_type is not PositionEmbedding.rope:
+        yield (
+            "model.apply_rope_fusion=true has nothing to fuse: "
+            f"model.position_embedding_type={model.position_embedding_type.name}; use "
+            "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
+        )
 
 
 def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
@@ -169,61 +119,6 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
-def refusal(asked: str, setting: str, why: str, *ways: str) -> str:
-    """The message about two settings that exclude each other, and what to use instead."""
-    return f"{asked} cannot be combined with {setting}: {why}; use {', or '.join(ways)}"
-
-
-def indivisible(product: str, divisor: str, *ways: str) -> str:
-    """The message about a number that must be a multiple of another, and what to use instead."""
-    return f"{product} is not divisible by {divisor}; use {', or '.join(ways)}"
-
-
-def refusals(asked: str, obstacles: Iterable[Obstacle], instead: str) -> Iterator[str]:
-    """A message for each obstacle to what was asked for."""
-    for setting, why, *ways in obstacles:
-        yield refusal(asked, setting, why, instead, *ways)
-
-
-def graph_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude requested CUDA graphs."""
-    if run.model.cuda_graph_impl is CudaGraphImpl.local:
-        yield from refusals("model.cuda_graph_impl=local", graph_obstacles(run), "null or none")
-
-
-def compile_problems(run: Resolved) -> Iterator[str]:
-    """Settings that exclude requested compilation."""
-    asked, model = "model.compile=true", run.model
-    if not model.compile:
-        return
-    if run.fp8 is not None:
-        why = "it is for layers without FP8"
-        if run.fp8.backend is Fp8Backend.torchao:
-            why += ", and TorchAO's casts and products are compiled already"
-        yield refusal(asked, "model.fp8=true", why, "model.compile=false")
-    if run.config.trainer.deterministic:
-        yield refusal(asked, "trainer.deterministic=true", "not tested", "model.compile=false")
-    for why, settings in _NOT_COMPILED.items():
-        for setting in settings.split():
-            key, _, instead = setting.partition("=")
-            value = getattr(model, key)
-            if value and show(value) not in (instead, CudaGraphImpl.none.name):
-                ways = ("model.compile=false", f"model.{setting}") if instead else ("model.compile=false",)
-                yield refusal(asked, f"model.{key}={show(value)}", why, *ways)
-    for feature in FEATURES:
-        if feature.is_asked(model):
-            why = _LOCAL_LAYERS if feature.changes_te_layers else _COMPILED_ITSELF
-            yield refusal(asked, feature.setting, why, "model.compile=false", f"{feature.path}=null")
-
-
-def fused_kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """Settings that exclude requested kernels; shapes are only looked at if `sizes_known`: all counts are positive."""
-    for feature in FEATURES:
-        if feature.is_asked(run.model):
-            obstacles = feature.obstacles(run, sizes_known=sizes_known)
-            yield from refusals(feature.setting, obstacles, feature.off)
-
-
 def gradients(model: ModelConfig) -> Iterator[str]:
     """What megatron-core's data parallelism and distributed optimizer require of each other."""
     if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
@@ -231,64 +126,20 @@ def gradients(model: ModelConfig) -> Iterator[str]:
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
         )
+    if model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params:
+        yield (
+            "model.data_parallel_sharding_strategy=optim_grads_params is not implemented: every rank holds all "
+            "weights; use optim_grads (parallelism=zero2), or null"
+        )
 
 
 def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-    """All problems of kernels and exchanges that do not depend on divisions."""
+    """All problems of kernels and exchanges that do not depend on divisions.
+
+    Features look at shapes only if `sizes_known`: all counts are positive.
+    """
     yield from gradients(run.model)
-    yield from graph_problems(run)
-    yield from compile_problems(run)
     yield from fusions(run.model)
-    yield from fused_kernel_problems(run, sizes_known=sizes_known)
-
-
-def tensor_parallel_overlap(run: Resolved, launch: Launch | None) -> Iterator[str]:
-    """What Transformer Engine's user buffers need (`initialize_ub` of TE 2.12 and the linear layers that use them)."""
-    if run.model.tp_comm_overlap:
-        asked, off = "model.tp_comm_overlap=true", "model.tp_comm_overlap=false"
-        yield from refusals(asked, _overlap_obstacles(run, launch), off)
-
-
-def _overlap_obstacles(run: Resolved, launch: Launch | None) -> Iterator[Obstacle]:
-    model, tp = run.model, run.model.tensor_model_parallel_size
-    if tp == 1 or not model.sequence_parallel:
-        layout = f"model.tensor_model_parallel_size={tp} and model.sequence_parallel={show(model.sequence_parallel)}"
-        yield layout, "it overlaps exchanges along the sequence, and there are none", "parallelism=tp2_sp"
-    local = local_layers(model)
-    if not local and model.transformer_engine is False:
-        local = "model.transformer_engine=false"
-    if local:
-        yield local, "it needs Transformer Engine's linear layers"
-    if model.num_moe_experts is not None:
-        yield f"model.num_moe_experts={model.num_moe_experts}", "it has no buffers for experts"
-    for setting in _untested_with_overlap(run):
-        yield setting, "not tested"
-    if model.hidden_size % 4:
-        near = one_of(multiples_near(model.hidden_size, 4))
-        in_four = "it splits a layer's output in four"
-        yield f"model.hidden_size={model.hidden_size}", in_four, f"model.hidden_size={near}"
-    if run.fp8 is not None and (why := run.fp8.recipe.why_not(Use.tp_comm_overlap)) is not None:
-        why = f"{why}, and only tensors with one scale are exchanged"
-        yield f"model.fp8_recipe={run.fp8.recipe.name}", why, f"fp8={recipes_for(Use.tp_comm_overlap)}"
-    if launch is not None and launch.world_size > 1 and launch.local_world_size % tp:
-        why = f"it works within a node, and {launch.local_world_size} processes do not hold whole groups of this size"
-        yield f"model.tensor_model_parallel_size={tp}", why
-
-
-def _untested_with_overlap(run: Resolved) -> Iterator[str]:
-    """Settings that no run with user buffers has had."""
-    model = run.model
-    for name in ("pipeline_model_parallel_size", "context_parallel_size"):
-        size = getattr(model, name)
-        if size > 1:
-            yield f"model.{name}={size}"
-    granularity = model.activations_checkpoint_granularity
-    if granularity is not None:
-        yield f"model.activations_checkpoint_granularity={granularity.name}"
-    if run.fp8 is not None and run.fp8.params and run.fp8.recipe.why_not(Use.fp8_params_and_tp_comm_overlap):
-        yield f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-    for name in ("fp8_dot_product_attention", "first_last_layers_bf16"):
-        if getattr(model, name):
-            yield f"model.{name}=true"
-    if model.fp8_exclude:
-        yield f"model.fp8_exclude={model.fp8_exclude}"
+    for feature in FEATURES:
+        if feature.is_asked(run.model):
+            yield from feature.problems(run, sizes_known=sizes_known)

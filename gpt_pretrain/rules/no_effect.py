@@ -1,66 +1,30 @@
 """Keys without effect in a run, and why: one table for the rules, which refuse such keys, and for the plan.
 
+The schema says with which settings of another key nothing reads a key (`config.facts`). Reasons that depend on a
+recipe, an optimizer or several keys stand here.
+
 A key is refused only if somebody asked for it. Most keys have a value that asks for nothing (null, false, empty). If
 YAML must name a real value, as for Adam's betas, only the command line shows that somebody asked.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-from gpt_pretrain.config.choices import (
-    AUTO,
-    AmaxComputeAlgo,
-    CudaGraphImpl,
-    DataImpl,
-    Fp8Backend,
-    Fp8ProofMode,
-    MainParamsDtype,
-    MoeLoadBalancing,
-    MoeTokenDispatcher,
-    MomentDtype,
-    OnSaveError,
-    PositionEmbedding,
-    RecomputeGranularity,
-    ScheduleName,
-    TokenizerLibrary,
-)
+from gpt_pretrain.config.choices import AUTO, AmaxComputeAlgo, Fp8Backend, OnSaveError, ScheduleName
 from gpt_pretrain.config.derived import warmup_steps
-from gpt_pretrain.config.errors import one_of, show
+from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.facts import NOT_TOLD, Unread
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.config.recipes import DELAYED_KEYS, RECIPES
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import Resolved, resolve
-from gpt_pretrain.run.recipes import DELAYED_KEYS, RECIPES
 
 type Why = Callable[[Resolved], str]
 """Why a key has no effect in a run; empty if it has one."""
 
-# FP8 keys whose names do not say so.
-_KEPT_LAYERS = ("first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
-# Keys of experts with the values that ask for nothing; messages offer the first.
-_EXPERTS: dict[str, tuple[Any, ...]] = {
-    "moe_ffn_hidden_size": (None,),
-    "moe_router_topk": (2,),
-    "moe_router_load_balancing_type": (MoeLoadBalancing.aux_loss,),
-    "moe_aux_loss_coeff": (0.01, 0.0),
-    "moe_token_dispatcher_type": (MoeTokenDispatcher.alltoall,),
-    "overlap_moe_expert_parallel_comm": (False,),
-    "moe_z_loss_coeff": (None,),
-    "moe_grouped_gemm": (None, False),
-    "moe_grouped_kernel": (None,),
-    "moe_permute_fusion": (None, False),
-    "moe_router_padding_for_quantization": (False,),
-    "expert_model_parallel_size": (1,),
-    "expert_tensor_parallel_size": (None,),
-}
-# The same for the optimizer's states.
-_STATES = {
-    "main_params_dtype": MainParamsDtype.fp32,
-    "exp_avg_dtype": MomentDtype.fp32,
-    "exp_avg_sq_dtype": MomentDtype.fp32,
-}
 # Keys of `checkpoint.` that only a run with saves reads, with the values that ask for nothing.
 READ_BY_SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_error": OnSaveError.stop}
 
@@ -73,7 +37,7 @@ class NoEffect:
     why: Why
     instead: str = ""
     """The way out, after "use". Empty if only the command line shows that the key is wanted: leave it out."""
-    silent: tuple[Any, ...] | None = None
+    silent: Sequence[Any] | None = None
     """Values that ask for nothing; None: null, false and empty, or no value if there is no `instead`."""
     joint: str = " with "
     """What stands before `why` in the refusal."""
@@ -90,40 +54,6 @@ def _if(holds: Callable[[Resolved], bool], why: str) -> Why:
     return lambda run: why if holds(run) else ""
 
 
-def _with(key: str, value: object, because: str = "") -> Why:
-    """A setting that takes away another key's effect."""
-    return _if(lambda run: value_of(run.config, key) == value, f"{key}={show(value)}{because}")
-
-
-def _unless(key: str, *needed: object, because: str = "") -> Why:
-    """Any setting except those that read another key."""
-
-    def why(run: Resolved) -> str:
-        value = value_of(run.config, key)
-        return "" if value in needed else f"{key}={show(value)}{because}"
-
-    return why
-
-
-def _unless_data(impl: DataImpl) -> Why:
-    return _unless("model.data.data_impl", impl, because=", which does not read it")
-
-
-def _unless_schedule(*names: ScheduleName) -> Why:
-    only = one_of([name.name for name in names])
-    return _unless("model.optim.sched.name", *names, because=f": only {only} reads it")
-
-
-def _unread_by_optimizer(name: str) -> Why:
-    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
-
-
-_without_fp8 = _with("model.fp8", False)
-_with_plain_states = _with("model.optim.use_precision_aware_optimizer", False)
-_with_whole_masters = _with("model.optim.main_params_dtype", MainParamsDtype.fp16, ", which is stored whole")
-_without_tokenizer = _with("model.tokenizer.library", TokenizerLibrary.none, ": no text can be sampled")
-
-
 def _keeps_history(run: Resolved) -> bool:
     return run.fp8 is not None and run.fp8.recipe.keeps_history
 
@@ -131,7 +61,7 @@ def _keeps_history(run: Resolved) -> bool:
 def _without_history(run: Resolved) -> str:
     if run.fp8 is None or run.fp8.recipe.keeps_history:
         return ""
-    return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.scales_from}"
+    return f"model.fp8_recipe={run.fp8.recipe.name}: {run.fp8.recipe.words.scales_from}"
 
 
 def _no_high_precision_wgrad(run: Resolved) -> str:
@@ -144,8 +74,8 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
     return f"model.fp8_recipe={run.fp8.recipe.name}: only delayed has it, and only emulated"
 
 
-def _without_remainders(run: Resolved) -> str:
-    return _with_plain_states(run) or _with_whole_masters(run)
+def _unread_by_optimizer(name: str) -> Why:
+    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
 
 
 def _has_own_warmup(run: Resolved) -> bool:
@@ -158,36 +88,32 @@ def _saves_nothing(run: Resolved) -> bool:
     return not saves.save_at_end and saves.save_interval is None and saves.save_interval_minutes is None
 
 
-def _without_sample(run: Resolved) -> str:
-    return _without_tokenizer(run) if run.config.sample.max_new_tokens else "sample.max_new_tokens=0"
-
-
 @cache
 def _table() -> tuple[NoEffect, ...]:
-    return (*_fp8_rows(), *_model_rows(), *_optimizer_rows(), *_data_rows(), *_loop_rows())
+    return (*_fp8_rows(), *_other_rows(), *_schema_rows())
+
+
+def _schema_rows() -> Iterator[NoEffect]:
+    """What the schema says, one row for each setting of another key."""
+    for path, key in schema_keys().items():
+        idle = key.facts.idle
+        if idle is None and key.facts.before is not NOT_TOLD:
+            idle = [key.facts.before]
+        for unread in key.facts.unread:
+            instead = unread.instead.format(key=path, idle=show(idle[0] if idle else None))
+            silent = idle if instead else key.facts.idle
+            yield NoEffect(path, partial(_told, unread), instead, silent)
+
+
+def _told(unread: Unread, run: Resolved) -> str:
+    value = value_of(run.config, unread.key)
+    return f"{unread.key}={show(value)}{unread.because}" if unread.applies(value) else ""
 
 
 def _fp8_rows() -> Iterator[NoEffect]:
     # The default recipe has no measured size: turning FP8 on would not be enough.
-    yield NoEffect(
-        "model.fp8_exclude",
-        lambda run: _without_fp8(run) if AUTO in run.model.fp8_exclude else "",
-        "[], or leave all keys of FP8 out (fp8=none)",
-    )
-    kept_layers = [f"model.{name}" for name in _KEPT_LAYERS]
-    for key in schema_keys():
-        if key.startswith("model.fp8_") or key in kept_layers:
-            # An engine may need more than FP8 to be on.
-            turn_on = "null" if key == "model.fp8_backend" else "model.fp8=true"
-            yield NoEffect(key, _without_fp8, f"{turn_on}, or leave all keys of FP8 out (fp8=none)")
-    yield NoEffect("logging.fp8_proof", _without_fp8)
-    yield NoEffect("logging.fp8_proof_interval", _without_fp8)
-    unproven = _with("logging.fp8_proof", Fp8ProofMode.never, ": nothing is proven")
-    yield NoEffect("logging.fp8_proof_interval", unproven)
-    replayed = _with("model.cuda_graph_impl", CudaGraphImpl.local, ": a replay reports none of its products")
-    yield NoEffect("logging.fp8_proof_interval", replayed)
-    yield NoEffect("logging.fp8_statistics_interval", _without_fp8, "model.fp8=true, or null")
-    yield NoEffect("logging.fp8_saturation_threshold", _without_fp8)
+    auto_alone = _if(lambda run: AUTO in run.model.fp8_exclude and not run.model.fp8, "model.fp8=false")
+    yield NoEffect("model.fp8_exclude", auto_alone, "[], or leave all keys of FP8 out (fp8=none)")
     for name in DELAYED_KEYS:
         yield NoEffect(f"model.{name}", _without_history, "null, or fp8=delayed")
     # 1024 is the recipe's own length, which conf/ names; 1 says the same as most_recent (NeMo's old pair).
@@ -213,70 +139,18 @@ def _fp8_rows() -> Iterator[NoEffect]:
     without_wgrad = [name for name, recipe in RECIPES.items() if recipe.leaves_wgrad_out or not recipe.has_wgrad]
     ways = ["null", *(f"fp8={name} with model.fp8_emulate=true" for name in without_wgrad)]
     yield NoEffect("model.fp8_wgrad", _no_high_precision_wgrad, ", or ".join(ways), silent=(None, True))
-    all_layers = _if(
-        lambda run: run.fp8 is not None and not run.model.first_last_layers_bf16, "model.first_last_layers_bf16=false"
-    )
-    for key in kept_layers[1:]:
-        yield NoEffect(key, all_layers, "model.first_last_layers_bf16=true, or null")
 
 
-def _model_rows() -> Iterator[NoEffect]:
-    without_experts = _with("model.num_moe_experts", None)
-    for name, silent in _EXPERTS.items():
-        yield NoEffect(f"model.{name}", without_experts, f"{show(silent[0])}, or a number of experts", silent)
-    without_full = _unless("model.activations_checkpoint_granularity", RecomputeGranularity.full)
-    for name, other in (("method", "num_layers=1"), ("num_layers", "method=uniform")):
-        instead = f"null, or model.activations_checkpoint_granularity=full with model.activations_checkpoint_{other}"
-        yield NoEffect(f"model.activations_checkpoint_{name}", without_full, instead)
-    without_rope = _unless("model.position_embedding_type", PositionEmbedding.rope)
-    yield NoEffect("model.rope_scaling_factor", without_rope, "null, or model.position_embedding_type=rope")
-    yield NoEffect("model.rotary_percentage", without_rope)
-    yield NoEffect("model.rotary_base", without_rope)
-    yield NoEffect(
-        "model.ddp_bucket_size",
-        _with("model.overlap_grad_reduce", False),
-        "null, or model.overlap_grad_reduce=true (parallelism=dp has it so)",
-    )
-    yield NoEffect(
-        "model.cross_entropy_fusion_impl",
-        _with("model.cross_entropy_loss_fusion", False),
-        "model.cross_entropy_loss_fusion=true, or model.cross_entropy_fusion_impl=null",
-    )
-
-
-def _optimizer_rows() -> Iterator[NoEffect]:
-    turn_on = "model.optim.use_precision_aware_optimizer=true with model.use_distributed_optimizer=true"
-    for name, silent in _STATES.items():
-        yield NoEffect(f"model.optim.{name}", _with_plain_states, f"model.optim.{name}=fp32, or {turn_on}", (silent,))
-    yield NoEffect("model.optim.store_param_remainders", _without_remainders)
+def _other_rows() -> Iterator[NoEffect]:
     for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread}):
         yield NoEffect(f"model.optim.{name}", _unread_by_optimizer(name))
-    sched, only_wsd = "model.optim.sched", _unless_schedule(ScheduleName.wsd)
-    yield NoEffect(f"{sched}.wsd_decay_style", only_wsd)
-    yield NoEffect(f"{sched}.wsd_decay_steps", only_wsd, f"{sched}.name=wsd, or {sched}.wsd_decay_steps=null")
-    falling = _unless_schedule(*(name for name in ScheduleName if name is not ScheduleName.constant))
-    yield NoEffect(f"{sched}.min_lr", falling, f"null, or {sched}.name=cosine or linear")
-    own_warmup = _if(_has_own_warmup, "model.optim.sched.name=constant, and the warmup has steps of its own")
+    sched = "model.optim.sched"
+    own_warmup = _if(_has_own_warmup, f"{sched}.name=constant, and the warmup has steps of its own")
     yield NoEffect(f"{sched}.decay_steps", own_warmup)
-    no_warmup = _if(lambda run: not warmup_steps(run.config), "no warmup (model.optim.sched.warmup_steps)")
+    no_warmup = _if(lambda run: not warmup_steps(run.config), f"no warmup ({sched}.warmup_steps)")
     yield NoEffect(f"{sched}.init_lr", no_warmup)
-
-
-def _data_rows() -> Iterator[NoEffect]:
-    for impl in DataImpl:
-        if (name := impl.files_key) is not None:
-            instead = f"data={impl.name}, or leave {name} empty"
-            yield NoEffect(f"model.data.{name}", _unless_data(impl), instead)
-    random_tokens = _with("model.data.data_impl", DataImpl.mock, ", whose random tokens come from no file")
-    for name in ("splits_string", "cache_dir", "num_dataset_builder_threads"):
-        yield NoEffect(f"model.data.{name}", random_tokens)
-    yield NoEffect("model.data.text_key", _unless_data(DataImpl.text))
-    not_a_file = _unless("model.tokenizer.library", TokenizerLibrary.file)
-    yield NoEffect("model.tokenizer.model", not_a_file, "null, or model.tokenizer.library=file")
-    yield NoEffect("model.tokenizer.vocab_size", _unless("model.tokenizer.library", TokenizerLibrary.bpe))
-
-
-def _loop_rows() -> Iterator[NoEffect]:
+    whole_files = _if(lambda run: bool(run.config.model.data.validation_prefix), "model.data.validation_prefix")
+    yield NoEffect("model.data.splits_string", whole_files)
     nothing_saved = _if(
         _saves_nothing,
         "nothing saved (checkpoint.save_at_end=false, and neither save_interval nor save_interval_minutes)",
@@ -284,16 +158,6 @@ def _loop_rows() -> Iterator[NoEffect]:
     for name, silent in READ_BY_SAVES.items():
         instead = f"checkpoint.save_interval_minutes=30, or checkpoint.{name}={show(silent)}"
         yield NoEffect(f"checkpoint.{name}", nothing_saved, instead, (silent,), joint=": ")
-    without_validation = _with("trainer.limit_val_batches", 0)
-    yield NoEffect("trainer.val_check_interval", without_validation, silent=(None,))
-    yield NoEffect("trainer.validate_at_start", without_validation, silent=(False,))
-    yield NoEffect("trainer.spike_margin", _with("trainer.max_spike_rewinds", None))
-    yield NoEffect("sample.max_new_tokens", _without_tokenizer, silent=(0,))
-    yield NoEffect("sample.prompt", _without_sample)
-    yield NoEffect("sample.temperature", _without_sample)
-    without_wandb = _with("logging.wandb", False)
-    yield NoEffect("logging.wandb_project", without_wandb, silent=("",))
-    yield NoEffect("logging.wandb_entity", without_wandb, "null, or logging=wandb")
 
 
 def why_no_effect(run: Resolved, key: str) -> str:
@@ -332,10 +196,13 @@ def unread_keys(config: Config, given: frozenset[str]) -> dict[str, str]:
 
 
 def _unread(config: Config, given: frozenset[str]) -> Iterator[tuple[NoEffect, str]]:
-    run = resolve(config)
+    """For each key that was given in vain, the first reason."""
+    run, told = resolve(config), set[str]()
     for row in _table():
         is_asked = row.is_asked(config) if row.instead or row.silent is not None else True
-        if is_asked and any(_is_of(path, row) for path in given) and (why := row.why(run)):
+        is_new = is_asked and row.key not in told and any(_is_of(path, row) for path in given)
+        if is_new and (why := row.why(run)):
+            told.add(row.key)
             yield row, why
 
 

@@ -144,6 +144,29 @@ def _text_as_typed(override: Override) -> Override:
     return parse_override(f"{name}='{typed}'")
 
 
+def by_split(text: str) -> list[str]:
+    """An override; NeMo's `data_prefix={train: […], validation: […]}` as overrides of the two keys that it means.
+
+    Raises:
+        ConfigError: It names other splits, or something else than lists.
+    """
+    plus, key = text.partition("model")[0], "model.data.data_prefix"
+    if plus not in ("", "+", "++") or not text.startswith(f"{plus}{key}={{"):
+        return [text]
+    value = single_value(parse_override(text))
+    keys = {"train": key, "validation": "model.data.validation_prefix"}
+    are_lists = all(isinstance(files, list) for files in value.values())
+    if "train" not in value or not set(value) <= set(keys) or not are_lists:
+        form = f"{key}={{train: […], validation: […]}}"
+        raise ConfigError([f"{text}: a run reads files to train and to validate on; write {form}"])
+    return [f"{plus}{keys[name]}=[{','.join(map(_quoted, files))}]" for name, files in value.items()]
+
+
+def _quoted(value: Any) -> str:
+    """A path or a number in Hydra's grammar."""
+    return "'" + value.replace("'", "\\'") + "'" if isinstance(value, str) else str(value)
+
+
 def _is_command(word: str) -> bool:
     """Whether `python -m gpt_pretrain.WORD` starts something."""
     package = Path(__file__).parent.parent
@@ -194,7 +217,7 @@ def parse_overrides(overrides: Sequence[str], groups: Sequence[str]) -> tuple[li
             problems.append(_word_problem(text, groups))
             continue
         try:
-            parsed.append(_text_as_typed(parse_override(text)))
+            parsed += [_text_as_typed(parse_override(each)) for each in by_split(text)]
         except ConfigError as error:
             problems += error.problems
     return parsed, problems

@@ -3,11 +3,10 @@
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import LayerName, LossName
-from gpt_pretrain.config.errors import one_of, show, written
+from gpt_pretrain.config.errors import one_of, refusal, show, written
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.extend.registry import registered
-from gpt_pretrain.rules.model import refusal
 
 # `model.compile` and `model.cuda_graph_impl` have rules of their own.
 _NOT_WITH_LAYER = {

@@ -4,9 +4,8 @@ The values that a message offers obey its rule; another rule may still refuse on
 
 An FP8 GEMM requires both dimensions of both operands to be multiples of 16 (mxfp8: 32), after TP, SP, CP and the
 microbatch. Transformer Engine (TE) 2.12 asserts a part of this when the first microbatch arrives
-(`assert_dim_for_fp8_exec`: rows by 8, columns by 16): the forward product sums over the columns. dgrad sums over the
-weight's rows and wgrad over the tokens, so the rows need the 16 as well. TE checks them only in the backward pass
-(cublaslt_gemm.cu, "Leading dimension requirement on A for FP8 GEMM").
+(`assert_dim_for_fp8_exec`: rows by 8, columns by 16). dgrad sums over the weight's rows and wgrad over the tokens, so
+the rows need the 16 as well, which TE checks in the backward pass only (cublaslt_gemm.cu, "Leading dimension").
 """
 
 import math
@@ -14,15 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding
-from gpt_pretrain.config.derived import (
-    expert_tensor_parallel_size,
-    kv_channels,
-    num_query_groups,
-    padded_vocab_size,
-)
-from gpt_pretrain.config.errors import divisors, multiples_near, one_of
+from gpt_pretrain.config.derived import expert_tensor_parallel_size, kv_channels, num_query_groups, padded_vocab_size
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.rules.model import indivisible, refusal
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
 
@@ -213,7 +206,7 @@ def _needs_of_weights(model: ModelConfig, settings: Fp8Settings, fp8: dict[str, 
             value=hidden,
             step=settings.recipe.gathered_rows,
             why=f"model.fp8_recipe={settings.recipe.name} with model.sequence_parallel=true gathers blocks of "
-            f"{settings.recipe.block}×{settings.recipe.block}",
+            f"{settings.recipe.numerics.block}×{settings.recipe.numerics.block}",
         )
     for kind, count in ((QKV, (heads + 2 * num_query_groups(model)) // tp), (PROJ, heads // tp)):
         if kind in fp8:

@@ -8,52 +8,29 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpt_pretrain.config.choices import (
-    CrossEntropyFusion,
-    MainParamsDtype,
-    MomentDtype,
-    Precision,
-    ScheduleName,
-    TokenizerLibrary,
-)
-from gpt_pretrain.config.derived import (
-    decay_steps,
-    is_weight,
-    max_time_s,
-    min_lr,
-    uses_distributed_optimizer,
-    warmup_steps,
-    weight_of,
-)
-from gpt_pretrain.config.errors import ConfigError, how_to_install, show
-from gpt_pretrain.config.schema import Config, DataConfig, OptimConfig, TrainerConfig
+from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.derived import decay_steps, is_weight, max_time_s, min_lr, warmup_steps, weight_of
+from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals
+from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import refusal, refusals
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.run.products import Resolved
-from gpt_pretrain.run.recipes import Use, recipes_for
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
-_ASKED = "model.optim.use_precision_aware_optimizer=true"
-# Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
-_HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}
-# Types whose blocks of values share a scale.
-_SCALED = (MomentDtype.fp16, MomentDtype.fp8)
 
 
-def training_problems(run: Resolved, launch: Launch | None) -> Iterator[str]:
+def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     """All problems outside the architecture; without `launch`, none about the world size."""
-    config = run.config
     yield from _optimizer(config)
-    yield from _small_states(run)
     yield from _schedule(config)
     yield from _corpus(config.model.data)
     yield from _splits(config)
     yield from _tokenizer(config)
     yield from _trainer(config)
-    yield from _rewinds(config)
+    if (rewinds := config.trainer.max_spike_rewinds) is not None:
+        asked, off = f"trainer.max_spike_rewinds={rewinds}", "trainer.max_spike_rewinds=null"
+        yield from refusals(asked, _rewind_obstacles(config), off)
     yield from _files(config)
     yield from _start(config)
     yield from _reports(config)
@@ -71,6 +48,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         off = "model.use_distributed_optimizer=false"
         if config.model.overlap_param_gather:
             off += " with model.overlap_param_gather=false"
+        if config.model.data_parallel_sharding_strategy is not None:
+            off += " with model.data_parallel_sharding_strategy=null"
         if optim.use_precision_aware_optimizer:
             off += " with model.optim.use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
@@ -116,80 +95,7 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
-def _moments(optim: OptimConfig) -> Iterator[str]:
-    """Types too coarse for one step's decay of a moving average, which would grow with the gradients and never fall."""
-    never_falls = "rounded to the nearest in each step, it grows with the gradients and never falls again"
-    dtypes = {"exp_avg_dtype": optim.exp_avg_dtype, "exp_avg_sq_dtype": optim.exp_avg_sq_dtype}
-    if dtypes["exp_avg_sq_dtype"] is MomentDtype.fp8:
-        yield (
-            "model.optim.exp_avg_sq_dtype=fp8: E4M3 has 4 bits, too few for a second moment with usual "
-            f"betas: {never_falls}; use fp16, bf16 or fp32"
-        )
-        del dtypes["exp_avg_sq_dtype"]
-    # Another rule checks the number and the range of betas.
-    for (name, dtype), beta in zip(dtypes.items(), optim.betas, strict=False):
-        bits = _HALF_STEP.get(dtype)
-        if bits is None or 1 - beta >= 2.0**-bits:
-            continue
-        wider = [other.name for other, more in _HALF_STEP.items() if more > bits and 1 - beta >= 2.0**-more]
-        yield (
-            f"model.optim.{name}={dtype.name} with a beta of {beta:g} (model.optim.betas): a step removes "
-            f"{1 - beta:.2g} of the average, less than half of the gap between two numbers of {dtype.name} (up to "
-            f"2^-{bits}): {never_falls}; use {', '.join([*wider, 'fp32'])}, or a beta of at most {1 - 2.0**-bits}"
-        )
-
-
-def _untested(run: Resolved) -> Iterator[str]:
-    """Combinations that no test has shown to train."""
-    model, optim = run.model, run.model.optim
-    use = Use.fp8_params_and_precision_aware_optimizer
-    if run.fp8 is not None and run.fp8.params and (why := run.fp8.recipe.why_not(use)) is not None:
-        fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-        ways = f"fp8={recipes_for(Use.fp8_params, use)}", "model.optim.use_precision_aware_optimizer=false"
-        yield refusal(_ASKED, fp8, why, *ways)
-    if not (model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1):
-        return
-    shared = (
-        "model.share_embeddings_and_output_weights=true and "
-        f"model.pipeline_model_parallel_size={model.pipeline_model_parallel_size}"
-    )
-    # The two stages split their buffers at different places.
-    why = "rounding depends on the place in a rank's part, and the copies on the first and last stage would diverge"
-    for name, is_rounded, wider in (
-        ("main_params_dtype", optim.main_params_dtype is MainParamsDtype.fp16, "fp32"),
-        ("exp_avg_dtype", optim.exp_avg_dtype in _SCALED, "bf16 or fp32"),
-        ("exp_avg_sq_dtype", optim.exp_avg_sq_dtype in _SCALED, "bf16 or fp32"),
-    ):
-        if is_rounded:
-            asked = f"model.optim.{name}={getattr(optim, name).name}"
-            yield refusal(asked, shared, why, wider, "model.pipeline_model_parallel_size=1")
-
-
-def _small_states(run: Resolved) -> Iterator[str]:
-    """What the precision-aware optimizer needs."""
-    model, optim, off = run.model, run.model.optim, "model.optim.use_precision_aware_optimizer=false"
-    if not optim.use_precision_aware_optimizer:
-        return
-    if not OPTIMIZERS[optim.name].has_small_states:
-        names = names_with("has_small_states")
-        unsharded = not OPTIMIZERS[optim.name].has_distributed_form and model.use_distributed_optimizer
-        also = " with model.use_distributed_optimizer=false" if unsharded else ""
-        asked = f"model.optim.name={optim.name.name}"
-        yield refusal(_ASKED, asked, f"it is a form of {names}", f"model.optim.name={names}", off + also)
-    if not uses_distributed_optimizer(model):
-        why = "it is a form of the distributed optimizer"
-        if model.use_distributed_optimizer is None:
-            why += ", which null leaves out here"
-        sharded = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
-        yield refusal(_ASKED, sharded, why, "model.use_distributed_optimizer=true (on one GPU, too)", off)
-    if run.config.trainer.precision is Precision.fp32:
-        why = "it needs weights in BF16 or FP8 with masters beside them"
-        yield refusal(_ASKED, "trainer.precision=fp32", why, "trainer.precision=bf16", off)
-    yield from _moments(optim)
-    yield from _untested(run)
-
-
-def _prefixes(prefixes: list[Any]) -> Iterator[str]:
+def _prefixes(key: str, prefixes: list[Any]) -> Iterator[str]:
     """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
     if not any(is_weight(entry) for entry in prefixes):
         return
@@ -197,11 +103,11 @@ def _prefixes(prefixes: list[Any]) -> Iterator[str]:
     shown = "[" + ",".join(map(str, prefixes)) + "]"
     if len(weights) != len(paths) or not all(map(is_weight, weights)) or any(map(is_weight, paths)):
         yield (
-            f"model.data.data_prefix={shown} mixes weights and paths; "
+            f"{key}={shown} mixes weights and paths; "
             "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
         )
     elif not all(0 < (weight_of(weight) or 0) < math.inf for weight in weights):
-        yield f"model.data.data_prefix={shown} has a weight that is not positive, or endless; leave that path out"
+        yield f"{key}={shown} has a weight that is not positive, or endless; leave that path out"
 
 
 def _corpus(data: DataConfig) -> Iterator[str]:
@@ -209,7 +115,8 @@ def _corpus(data: DataConfig) -> Iterator[str]:
     name = data.data_impl.files_key
     if name is not None and not getattr(data, name):
         yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
-    yield from _prefixes(data.data_prefix)
+    yield from _prefixes("model.data.data_prefix", data.data_prefix)
+    yield from _prefixes("model.data.validation_prefix", data.validation_prefix)
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 
@@ -230,7 +137,7 @@ def _splits(config: Config) -> Iterator[str]:
         return
     if shares[0] == 0:
         yield f"model.data.splits_string={text!r} leaves nothing to train on; the first share must be positive"
-    if shares[1] == 0 and validates:
+    if shares[1] == 0 and validates and not config.model.data.validation_prefix:
         yield (
             f"model.data.splits_string={text!r} leaves nothing to validate on, and trainer.limit_val_batches="
             f"{config.trainer.limit_val_batches}; use a positive second share, or trainer.limit_val_batches=0"
@@ -268,14 +175,8 @@ def _trainer(config: Config) -> Iterator[str]:
         yield refusal("trainer.deterministic=true", native, why, "model.cross_entropy_fusion_impl=null or linear")
 
 
-def _rewinds(config: Config) -> Iterator[str]:
-    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
-    if config.trainer.max_spike_rewinds is not None:
-        asked = f"trainer.max_spike_rewinds={config.trainer.max_spike_rewinds}"
-        yield from refusals(asked, _rewind_obstacles(config), "trainer.max_spike_rewinds=null")
-
-
 def _rewind_obstacles(config: Config) -> Iterator[Obstacle]:
+    """Rewinding before a loss spike needs a threshold, and checkpoints that still exist."""
     if config.trainer.spike_threshold is None:
         yield "trainer.spike_threshold=null", "no spikes are found", "trainer.spike_threshold=10"
     margin, interval, kept = config.trainer.spike_margin, config.checkpoint.save_interval, config.checkpoint.keep_last

@@ -7,21 +7,16 @@ experts stay out of FP8.
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from gpt_pretrain.config.choices import (
-    AUTO,
-    Activation,
-    AmaxComputeAlgo,
-    Fp8Backend,
-    Fp8RecipeName,
-    MoeGroupedKernel,
-)
+from gpt_pretrain.config.choices import AUTO, Activation, AmaxComputeAlgo, Fp8Backend, Fp8RecipeName, MoeGroupedKernel
 from gpt_pretrain.config.derived import moe_ffn_hidden_size
+from gpt_pretrain.config.recipes import RECIPES, Recipe, Use, recipes_of
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.run.recipes import RECIPES, Recipe, recipes_of, variants
+from gpt_pretrain.extend.model import RecipeVariant
+from gpt_pretrain.extend.registry import registered
 
-# A setting that excludes what was asked for, why, and other ways out beside doing without (`rules.model.refusals`).
+# A setting that excludes what was asked for, why, and other ways out beside doing without (`config.errors.refusals`).
 type Obstacle = tuple[str, ...]
 
 # Null means one kernel for all experts of a rank from this many on, and up to this many operations in an expert's first
@@ -95,7 +90,7 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
     if not model.fp8:
         return None
     backend = model.fp8_backend or Fp8Backend.transformer_engine
-    known = (*recipes_of(backend), *RECIPES.values(), *variants())
+    known = (*recipes_of(backend), *RECIPES.values(), *_variants())
     recipe = next(each for each in known if model.fp8_recipe in (None, Fp8RecipeName[each.name]))
     unset = recipe.has_own_formats or (model.fp8_e4m3 is None and model.fp8_hybrid is None)
     # As in NeMo, fp8_e4m3 wins over fp8_hybrid.
@@ -119,6 +114,24 @@ def resolve_fp8(model: ModelConfig) -> Fp8Settings | None:
         experts_left_out=model.num_moe_experts is not None and grouped_kernel(model) is MoeGroupedKernel.triton,
         emulate=model.fp8_emulate,
     )
+
+
+def _variants() -> Iterator[Recipe]:
+    """The variants that extensions have registered."""
+    for each in registered("fp8_recipe"):
+        variant: RecipeVariant = each.value
+        recipe, powers_of_two = RECIPES[variant.of], variant.powers_of_two
+        if powers_of_two is None:
+            powers_of_two = recipe.numerics.powers_of_two
+        graphs = {Use.cuda_graph_impl: "variants of extensions are not tested with graphs"}
+        yield replace(
+            recipe,
+            name=each.name,
+            varies=recipe.name,
+            numerics=replace(recipe.numerics, powers_of_two=powers_of_two),
+            gains_by_graphs=False,
+            refusals={**recipe.refusals, **graphs},
+        )
 
 
 def local_layers(model: ModelConfig) -> str:

@@ -7,20 +7,11 @@ construction in `megatron.optimizer`.
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gpt_pretrain.config.choices import MomentDtype, OptimizerName
+from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.config.schema import OptimConfig
 from gpt_pretrain.extend.optimizers import OwnOptimizer
 from gpt_pretrain.extend.registry import registered_choice
-from gpt_pretrain.kernels import SCALED_BLOCK
-
-# Bytes of a parameter's moment; scaled types have one fp32 scale per block.
-MOMENT_BYTES = {
-    MomentDtype.fp32: 4.0,
-    MomentDtype.bf16: 2.0,
-    MomentDtype.fp16: 2 + 4 / SCALED_BLOCK,
-    MomentDtype.fp8: 1 + 4 / SCALED_BLOCK,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

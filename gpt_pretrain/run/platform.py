@@ -64,6 +64,10 @@ APEX_PARTS = {
 }
 
 
+type Found = tuple[str | None, str | None]
+"""The version of a library that can be used, and why one cannot that is installed."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Library:
     """An optional library that a feature calls."""
@@ -83,7 +87,7 @@ class Library:
     loaded_by_core: bool = False
     """megatron-core imports it, too: where that fails, nothing trains."""
 
-    def find(self) -> tuple[str | None, str | None]:
+    def find(self) -> Found:
         """Its version if it can be used, and why not if it is installed and cannot; imports it."""
         oldest = read_version(self.oldest)
         return _version_and_problem(
@@ -167,6 +171,18 @@ def environment_fields(environment: Mapping[str, str]) -> dict[str, Any]:
     }
 
 
+def library_fields(te: Found, torchao: Found, features: Mapping[str, Found]) -> dict[str, Any]:
+    """The fields of `Platform` about libraries; `features` has those of features by their names."""
+    return {
+        "transformer_engine": te[0],
+        "transformer_engine_problem": te[1],
+        "torchao": torchao[0],
+        "torchao_problem": torchao[1],
+        "libraries": {name: version for name, (version, _) in features.items() if version is not None},
+        "library_problems": {name: problem for name, (_, problem) in features.items() if problem is not None},
+    }
+
+
 def _imports(module: str) -> bool:
     """Whether a module is installed and loads; an extension compiled for another torch does not."""
     try:
@@ -189,7 +205,7 @@ def _why_it_does_not_load(module: str, *names: str) -> str | None:
     return None
 
 
-def transformer_engine() -> tuple[str | None, str | None]:
+def transformer_engine() -> Found:
     """Transformer Engine's version if it loads, and why not if it is installed and does not."""
     if importlib.util.find_spec("transformer_engine") is None:
         return None, None
@@ -197,9 +213,7 @@ def transformer_engine() -> tuple[str | None, str | None]:
     return (importlib.metadata.version("transformer_engine") if problem is None else None), problem
 
 
-def _version_and_problem(
-    distribution: str, needed: str, suits: Callable[[str], bool], names: tuple[str, ...]
-) -> tuple[str | None, str | None]:
+def _version_and_problem(distribution: str, needed: str, suits: Callable[[str], bool], names: tuple[str, ...]) -> Found:
     """The two fields of `Platform` about a library; `names` are a module and what is used from it."""
     version = installed_version(distribution)
     if version is None:
@@ -216,7 +230,7 @@ def read_version(version: str) -> Version:
     return Version(version)
 
 
-def torchao() -> tuple[str | None, str | None]:
+def torchao() -> Found:
     """TorchAO's version if it can be used, and why not if it is installed and cannot."""
     needed = ".".join(map(str, TESTED_TORCHAO))
     return _version_and_problem(

@@ -19,6 +19,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import counted
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Fp8Settings, resolve_fp8
 
 # megatron-core's names of a transformer layer's linear layers, in the order of the forward pass.
@@ -209,6 +210,8 @@ class Resolved:
     config: Config
     fp8: Fp8Settings | None
     """None: the run has no FP8."""
+    launch: Launch | None = None
+    """The processes that it asks for; None: nothing depends on the world size."""
 
     @property
     def model(self) -> ModelConfig:
@@ -267,6 +270,6 @@ def shapes_of(linears: Iterable[Linear]) -> list[str]:
     return list(dict.fromkeys(f"{each.kind} {each.out_features}×{each.in_features}" for each in linears))
 
 
-def resolve(config: Config) -> Resolved:
+def resolve(config: Config, launch: Launch | None = None) -> Resolved:
     """Resolves what needs no machine."""
-    return Resolved(config=config, fp8=resolve_fp8(config.model))
+    return Resolved(config=config, fp8=resolve_fp8(config.model), launch=launch)

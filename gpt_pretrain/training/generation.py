@@ -25,7 +25,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
 from gpt_pretrain.megatron.pickles import restricted
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.inference import buffer_length, forward_pass
 
 # What the last stage sends instead of a token.

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
-from gpt_pretrain.config.choices import Fp8ProofMode, LayerName, MainParamsDtype
+from gpt_pretrain.config.choices import Fp8ProofMode, LayerName
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     flops_per_token,
     moe_ffn_hidden_size,
     num_query_groups,
     padded_vocab_size,
+    shards_gradients,
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.errors import ConfigError, counted, written
@@ -19,6 +20,7 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.extend.registry import REGISTERED
+from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.console import RunConsole
@@ -102,7 +104,7 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
     described = {
-        "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.prefixes), '.bin/.idx pair')}",
+        "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.files), '.bin/.idx pair')}",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
         f"{setup.train_data.num_epochs:.2f} epochs",
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
@@ -149,11 +151,10 @@ def describe_fp8(spec: RunSpec) -> str:
     return ("emulated, " if settings.emulate else "") + ", ".join(parts)
 
 
-def _describe_states(model: ModelConfig) -> str:
-    optim = model.optim
-    remainders = optim.store_param_remainders and optim.main_params_dtype is MainParamsDtype.fp32
-    masters = optim.main_params_dtype.name + (" (only the 16 bits that BF16 weights lack)" if remainders else "")
-    return f"masters {masters}, moments {optim.exp_avg_dtype.name} and {optim.exp_avg_sq_dtype.name}"
+def _describe_sharding(model: ModelConfig) -> str:
+    if shards_gradients(model):
+        return ", gradients and optimizer states sharded"
+    return ", distributed optimizer" if uses_distributed_optimizer(model) else ""
 
 
 def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
@@ -166,7 +167,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
         "PP": str(model.pipeline_model_parallel_size) + (f", interleaved × {vp}" if vp else ""),
         "CP": str(model.context_parallel_size),
         "EP": str(model.expert_model_parallel_size),
-        "DP": str(spec.layout.dp) + (", distributed optimizer" if uses_distributed_optimizer(model) else ""),
+        "DP": str(spec.layout.dp) + _describe_sharding(model),
     }
     mlp = f"MLP {ffn_hidden_size(model)}"
     if model.num_moe_experts is not None:
@@ -190,7 +191,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "parameters": params_dtype(spec).value,
             "gradients": "float32" if model.grad_reduce_in_fp32 else "as parameters",
             "fp8": describe_fp8(spec),
-            **({"optimizer": _describe_states(model)} if model.optim.use_precision_aware_optimizer else {}),
+            **({"optimizer": describe_states(model.optim)} if model.optim.use_precision_aware_optimizer else {}),
         },
         "checkpoints": {"saved": describe_saves(spec.config) or "never"},
         "batch": {

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 import torch
 
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import TrainRecord
@@ -49,7 +49,7 @@ class Meter:
         yield
         self._started += time.monotonic() - began
 
-    def read(self, result: StepResult, progress: Progress, lr: float) -> TrainRecord:
+    def read(self, result: StepResult, progress: TrainingProgress, lr: float) -> TrainRecord:
         """Waits for the device and begins the next interval; the same numbers on every rank."""
         loss = mean_loss(self._sums[:2])
         skipped_steps = round(self._sums[2].item())
@@ -62,7 +62,7 @@ class Meter:
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_samples * model.encoder_seq_length,
+            consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
             loss=loss,
             lr=lr,
             grad_norm=grad_norm,

@@ -7,6 +7,7 @@ unusual is a warning (`fp8/comparisons.py`).
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.data.batches import BatchIterator
@@ -53,6 +54,7 @@ class Proofs:
         self._interval = None if spec.kernels.cuda_graph_impl else spec.config.logging.fp8_proof_interval
         self._is_on = spec.fp8 is not None and self._mode is not Fp8ProofMode.never
         self._is_due = self._is_on
+        self._proof: Proof | None = None
         self._num_steps = 0
         self._scale_passes = 0
 
@@ -74,23 +76,27 @@ class Proofs:
         """A checkpoint was loaded: the next step is proven."""
         self._saved, self._is_due = saved, self._is_on
 
-    def step(self, step: int, train: Callable[[], StepResult]) -> StepResult:
-        """Runs a training step, and proves it if it is due; sets `problem` if the run must end."""
+    def watching(self, step: int) -> AbstractContextManager[None]:
+        """Encloses a training step, and watches the step if its proof is due; `judge` follows."""
         self._num_steps += 1
         if self._interval is not None and (self._num_steps in _EARLY or step % self._interval == 0):
             self._is_due = self._is_on
         if not self._is_due:
-            return train()
-        # Only the first step after a load starts with what was loaded, even if it is skipped.
+            return nullcontext()
+        # Only the first step after a load starts with the loaded state, even if that step is skipped.
         saved, self._saved = self._saved, None
-        proof = Proof(self._trainable.model, self._trainable.optimizer, self.number, saved)
-        with proof.watching():
-            result = train()
+        self._proof = Proof(self._trainable.model, self._trainable.optimizer, self.number, saved)
+        return self._proof.watching()
+
+    def judge(self, step: int, result: StepResult) -> None:
+        """Judges the step that `watching` has watched; sets `problem` if the run must end."""
+        proof, self._proof = self._proof, None
+        if proof is None:
+            return
         with self._meter.paused():
             # A skipped step leaves neither new weights nor new scales; the next one is proven instead.
             if not result.skipped:
                 self._judge(proof, step)
-        return result
 
     def _judge(self, proof: Proof, step: int) -> None:
         self._is_due = False

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_given_up, out_of_the_way, step_of
 from gpt_pretrain.checkpoint.load import Restored, VerifiedCheckpoint, load_checkpoint, resume_from
-from gpt_pretrain.checkpoint.manifest import Progress, write_manifest
+from gpt_pretrain.checkpoint.manifest import TrainingProgress, write_manifest
 from gpt_pretrain.config.files import fsync, write_file
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.report.records import LossSpikeRecord, RewindRecord
@@ -37,7 +37,9 @@ class GoBack(Exception):
         self.candidates = candidates
 
 
-def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes: Sequence[int]) -> RewindRecord:
+def check_spike(
+    setup: Setup, spike: LossSpikeRecord, progress: TrainingProgress, spikes: Sequence[int]
+) -> RewindRecord:
     """Decides what follows a spike; every rank calls it, while no save is in progress.
 
     `spikes` are the steps with a spike, this one included: the run does not go back to a checkpoint near one of them.
@@ -72,7 +74,7 @@ def check_spike(setup: Setup, spike: LossSpikeRecord, progress: Progress, spikes
 
 
 def checkpoints_away_from(
-    directory: Path, steps: Iterable[int], progress: Progress, *, before: int, margin: int
+    directory: Path, steps: Iterable[int], progress: TrainingProgress, *, before: int, margin: int
 ) -> list[Path]:
     """The checkpoints that a run may go back to, newest first; every rank calls it, while no save is in progress.
 
@@ -92,7 +94,7 @@ def checkpoints_away_from(
     return on_rank_zero(find)
 
 
-def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: Progress) -> VerifiedCheckpoint:
+def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: TrainingProgress) -> VerifiedCheckpoint:
     """Makes one of the run's checkpoints its newest, to continue at `next_sample`; every rank calls it.
 
     `given_up_at` is how far the run was: it has no checkpoint of a later step. Of the returned checkpoint only the
@@ -123,7 +125,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
     return replace(checkpoint, manifest=manifest)
 
 
-def go_back(setup: Setup, request: GoBack, progress: Progress) -> tuple[Restored, RewindRecord]:
+def go_back(setup: Setup, request: GoBack, progress: TrainingProgress) -> tuple[Restored, RewindRecord]:
     """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
 
     Raises:

@@ -17,13 +17,10 @@ from gpt_pretrain.config.errors import RunError, override_word
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
-from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.extend.registry import registered, sources
-from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.environment import library_versions
-from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
 from gpt_pretrain.megatron.own_optimizer import check_own_optimizer
 from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
@@ -35,6 +32,7 @@ from gpt_pretrain.report.records import EndReason, Record
 from gpt_pretrain.report.sinks import ExtensionSink, MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
+from gpt_pretrain.run.run_spec import RunSpec
 from gpt_pretrain.training.generation import check_prompt, write_sample
 from gpt_pretrain.training.header import open_console
 from gpt_pretrain.training.setup import Setup, set_up
@@ -43,7 +41,7 @@ from gpt_pretrain.training.trainer import AfterStep, Trainer
 from gpt_pretrain.training.watchdog import LEARNING_STEPS, Watchdog
 
 
-def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -> EndReason:
+def train(spec: RunSpec, after_step: AfterStep | None = None) -> EndReason:
     """Runs a checked configuration on this rank, after `megatron.cpu.install_cpu_device`.
 
     Returns:
@@ -53,23 +51,22 @@ def train(config: Config, launch: Launch, after_step: AfterStep | None = None) -
         UserError: The machine, the data, the run directory or a checkpoint does not allow the run.
         RunError: Loss, gradient or FP8 tensors were not finite too often, or a checkpoint could not be saved.
     """
+    config, launch = spec.config, spec.launch
     torch.use_deterministic_algorithms(config.trainer.deterministic)
     if torch.cuda.is_initialized():
         # After an earlier job of a sweep, whose objects refer to each other and whose peak is not this job's.
         gc.collect()
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    platform = detect_platform()
-    spec = build_run_spec(config, launch, platform)
     check_machine(spec)
-    check_states_fit(config, launch, platform)
+    check_states_fit(spec)
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
-    with process_groups(config.model, launch, platform), user_buffers(spec), ExitStack() as stack:
+    with process_groups(config.model, launch, spec.platform), user_buffers(spec), ExitStack() as stack:
         check_ranks_agree({**dict(flatten(config_to_dict(config))), **sources()})
         check_own_optimizer(config)
 
-        # Rank 0 alone holds it.
+        # Rank 0 alone holds the run directory.
         held: list[HeldDirectory] = []
 
         def hold_run_dir() -> Path:
@@ -142,7 +139,7 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
     config, run_dir = setup.config, setup.run_dir
     write_file(run_dir / "config.yaml", config_to_yaml(config))
     if setup.corpus.tokenizer is not None:
-        # Exporting and generating need it when the corpus is not at hand.
+        # Exporting and generating need the tokenizer when the corpus is not at hand.
         write_file(run_dir / TOKENIZER_FILE, setup.corpus.tokenizer.to_json())
     return MetricsSinks(
         run_dir,
@@ -175,7 +172,7 @@ def _sum_up(
         metrics,
         step=progress.step,
         consumed_samples=progress.consumed_samples,
-        consumed_tokens=progress.consumed_samples * config.model.encoder_seq_length,
+        consumed_tokens=progress.consumed_tokens(config.model.encoder_seq_length),
         num_gpus=setup.spec.launch.world_size,
         end_reason=reason,
         exit_code=EXIT_CODES[reason],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from gpt_pretrain.checkpoint.directory import remove_unfinished
 from gpt_pretrain.checkpoint.load import Restored, Start, choose_start, load_checkpoint, load_weights
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OnSaveError
@@ -22,12 +22,18 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.plan.forecast import count_parameters, forecast_checkpoint
+from gpt_pretrain.plan.forecast import forecast_checkpoint
+from gpt_pretrain.plan.stages import count_parameters
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.run.run_spec import RunSpec
 
 # Keys of `checkpoint.` with which a run saves nothing.
 _NO_SAVES = {"save_at_end": False, "save_interval_minutes": None, "save_interval": None, **READ_BY_SAVES}
+_OLD_ORDER = (
+    "the run keeps the order of samples of the version that began it, which depends on trainer.max_steps: if that "
+    "changes, documents may be read again before others are read. A new run (checkpoint.init_from) reads each document "
+    "once an epoch"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,9 +44,9 @@ class Setup:
     corpus: Corpus
     run_dir: Path
     start: Start | None
-    """The checkpoint that it resumes or takes its weights from; None for a fresh start."""
+    """The checkpoint that the run resumes or takes its weights from; None for a fresh start."""
     trainable: Trainable
-    progress: Progress
+    progress: TrainingProgress
     notes: Sequence[str]
     """Differences from the checkpoint, for the user."""
     fp8_digests: Mapping[str, str] | None
@@ -60,17 +66,21 @@ class Setup:
 
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
-    """Builds a run and restores its checkpoint, if any; a UserError if it cannot be used. Every rank calls it."""
+    """Builds a run and restores its checkpoint, if any; a UserError if that cannot be used. Every rank calls it."""
     config = spec.config
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
+    notes = []
     if start is not None and not start.weights_only:
         _check_extensions(start)
+        corpus = corpus.continued(start.checkpoint.manifest.data)
+        if not (corpus.is_epoch_by_epoch or corpus.is_mock):
+            notes.append(_OLD_ORDER)
     _check_fp8_state(start, spec)
     on_rank_zero(lambda: _check_disk(start, spec, run_dir / "checkpoints"))
     model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
-    restored = Restored(progress=Progress(step=0, consumed_samples=0), notes=())
+    restored = Restored(progress=TrainingProgress(step=0, consumed_samples=0), notes=())
     if start is not None:
         load = load_weights if start.weights_only else load_checkpoint
         restored = load(start.checkpoint, trainable, config, corpus.fingerprints)
@@ -92,7 +102,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         start=start,
         trainable=trainable,
         progress=progress,
-        notes=restored.notes,
+        notes=[*notes, *restored.notes],
         fp8_digests=restored.fp8_digests,
         train_data=train_data,
         valid_data=valid_data,
@@ -126,7 +136,7 @@ def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
     by_steps = saves.save_interval is not None and step // saves.save_interval < max_steps // saves.save_interval
     if step >= max_steps or not (saves.save_at_end or by_steps) or saves.on_save_error is not OnSaveError.stop:
         return
-    needed = int(forecast_checkpoint(spec, count_parameters(spec)).num_bytes)
+    needed = int(forecast_checkpoint(spec, count_parameters(spec.model)).num_bytes)
     remove_unfinished(checkpoints)
     free = shutil.disk_usage(nearest_existing(checkpoints.absolute())).free
     if free < needed:

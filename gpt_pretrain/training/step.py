@@ -102,7 +102,7 @@ def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
     with casts.watching():
         report = compute_gradients(trainable, iterators, before_pass=casts.look)
     trainable.scheduler.step(1)
-    return conditional_update(trainable.optimizer, report, casts.met_infinity(), settle=casts.settle)
+    return conditional_update(trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped)
 
 
 def compute_gradients(

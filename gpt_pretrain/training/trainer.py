@@ -41,7 +41,7 @@ type AfterStep = Callable[[int, StepResult], None]
 
 
 class Trainer:
-    """Trains a run from where it stands; `after_step` is called at the end of each step, for a benchmark's clock."""
+    """Trains a run from its last step on; `after_step` is called at the end of each step, for a benchmark's clock."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class Trainer:
         )
         self._saved_step: int | None = None
         self._save_problem: str | None = None
-        """Why the newest save failed; None if it did not."""
+        """Why the newest save failed; None if it was written."""
         self._has_frozen = False
         self._guard = self._new_guard()
         self._proofs = Proofs(
@@ -154,7 +154,7 @@ class Trainer:
         trainer = self.config.trainer
         while self.progress.step < trainer.max_steps:
             result = self._step()
-            # While the device computes: the logger waits for it.
+            # While the device computes: the logger waits for the device.
             if trainer.gc_interval and (not self._has_frozen or self._is_due(trainer.gc_interval)):
                 self._collect_garbage()
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
@@ -178,13 +178,15 @@ class Trainer:
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         self._watchdog.step_begins(step)
         with self._fp8_watch.step(step), self._stragglers.step(step):
-            result = self._proofs.step(step, partial(train_step, self._trainable, self._train_batches))
+            with self._proofs.watching(step):
+                result = train_step(self._trainable, self._train_batches)
+            self._proofs.judge(step, result)
         consumed_samples = first_sample + self.config.model.global_batch_size
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
         self._newest = result
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
-        self._settle(self._saver.poll())
+        self._log_saves(self._saver.poll())
         if self._proofs.problem is not None:
             self._end_unproven(self._proofs.problem)
         return result
@@ -262,11 +264,11 @@ class Trainer:
         )
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
-            self._settle(self._saver.wait())
+            self._log_saves(self._saver.wait())
             outcomes = self._saver.save(progress, by_clock=by_clock)
-        self._settle(outcomes)
+        self._log_saves(outcomes)
 
-    def _settle(self, outcomes: Sequence[SaveOutcome]) -> None:
+    def _log_saves(self, outcomes: Sequence[SaveOutcome]) -> None:
         """Logs saves that have ended; raises a RunError if one failed and `checkpoint.on_save_error` is stop."""
         for outcome in outcomes:
             self._save_problem = outcome.problem
@@ -288,7 +290,7 @@ class Trainer:
     def _wait_for_save(self) -> None:
         with self._watchdog.busy("waiting for a checkpoint"):
             outcomes = self._saver.wait()
-        self._settle(outcomes)
+        self._log_saves(outcomes)
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.

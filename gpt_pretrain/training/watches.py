@@ -35,10 +35,10 @@ from gpt_pretrain.training.step import compute_gradients
 # The tracker's names of the load-balancing loss; a run has at most one of the two.
 _BALANCE = ("load_balancing_loss", "seq_load_balancing_loss")
 _Z_LOSS = "z_loss"
-# Scales follow each microbatch. Training steps settle what has not settled after this many.
+# Scales follow each microbatch. Training steps stabilize what is not stable after this many.
 _MOST_MICROBATCHES = 8
 # A scale that falls to no less than this share has saturated at most a few values in 100,000 (same file).
-_SETTLED = 0.5
+_STABLE = 0.5
 
 
 def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | None]) -> int:
@@ -56,10 +56,10 @@ def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | 
         batches = [None if each is None else iter(each.peek(num_microbatches)) for each in iterators]
         compute_gradients(trainable, batches)
 
-    return settle_scales(lambda: gradient_scales(model.gpt_chunks), run_pass, num_microbatches)
+    return stabilize_scales(lambda: gradient_scales(model.gpt_chunks), run_pass, num_microbatches)
 
 
-def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None], num_microbatches: int) -> int:
+def stabilize_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None], num_microbatches: int) -> int:
     """Runs passes until one halves no scale, at most eight microbatches; returns the number of passes.
 
     Every rank calls it. `read` returns this rank's scales, 1 where no pass has shown an amax. If there are scales
@@ -70,12 +70,12 @@ def settle_scales(read: Callable[[], torch.Tensor], run_pass: Callable[[], None]
         return 0
     # A scalar for all layers: Transformer Engine makes some layers' scales only in the first pass.
     before = scales.new_ones(())
-    num_passes, settled = 0, False
-    while not settled and num_passes * num_microbatches < _MOST_MICROBATCHES:
+    num_passes, stable = 0, False
+    while not stable and num_passes * num_microbatches < _MOST_MICROBATCHES:
         run_pass()
         num_passes += 1
         scales = read()
-        settled = not _on_any_rank((scales < before * _SETTLED) | ((before == 1.0) & (scales != 1.0)))
+        stable = not _on_any_rank((scales < before * _STABLE) | ((before == 1.0) & (scales != 1.0)))
         before = scales
     return num_passes
 

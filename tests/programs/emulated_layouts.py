@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
-from gpt_pretrain.checkpoint.manifest import Progress
+from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import (
     TINY,
     Training,
@@ -48,7 +48,7 @@ def train(folder: Path, layout: str, recipe: str, resume: bool, own: bool) -> di
         config, trainable = training.config, training.trainable
         with trainable.model.gathered_parameters():
             path = save_checkpoint(
-                folder / f"{layout}.{recipe}", trainable, Progress(step=3, consumed_samples=12), config, {}
+                folder / f"{layout}.{recipe}", trainable, TrainingProgress(step=3, consumed_samples=12), config, {}
             )
         result["uncut"] = two_more_steps(training)
         resumed = build_training(*overrides)

@@ -23,7 +23,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import data_parallel_rank, process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.step import data_iterators, train_step
 
 LENGTH, SAMPLES, MICROBATCHES, STEPS = 128, 2, 2, 2

@@ -14,12 +14,14 @@ import socket
 import sys
 import threading
 import time
+import traceback
 
 import torch
 
 from gpt_pretrain.checkpoint import save
+from gpt_pretrain.features import resolve
 from gpt_pretrain.megatron.layers import whole_model_modules
-from gpt_pretrain.training import rewind, setup, stragglers, trainer, watchdog
+from gpt_pretrain.training import rewind, setup, step, stragglers, trainer, watchdog
 from gpt_pretrain.training import run as training_run
 from gpt_pretrain.training.dump import named_weights
 
@@ -407,3 +409,31 @@ def signals_in_save(names):
             os.kill(os.getpid(), getattr(signal, next(left)))
 
     sys.addaudithook(send)
+
+
+def note_files_to_the_loss(path):
+    """The package's files on the stack when the first microbatch's loss is computed, the outermost first."""
+    summed_loss, package = step.summed_loss, pathlib.Path(step.__file__).parents[1]
+
+    def noting(*arguments):
+        if not pathlib.Path(path).exists():
+            files = [pathlib.Path(frame.filename) for frame in traceback.extract_stack()]
+            inside = [str(file.relative_to(package)) for file in files if file.is_relative_to(package)]
+            pathlib.Path(path).write_text("\n".join(dict.fromkeys(inside)))
+        return summed_loss(*arguments)
+
+    step.summed_loss = noting
+
+
+def count_run_specs(path):
+    """A line for each time that the run is resolved, with the function that asks."""
+    build = resolve.build_run_spec
+
+    def counting(*arguments):
+        with pathlib.Path(path).open("a") as file:
+            file.write(f"{sys._getframe(1).f_code.co_qualname}\n")
+        return build(*arguments)
+
+    for module in list(sys.modules.values()):
+        if getattr(module, "build_run_spec", None) is build:
+            module.build_run_spec = counting

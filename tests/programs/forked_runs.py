@@ -88,9 +88,9 @@ def serve():
             importlib.import_module(module)
         for module in ("tests.programs.faults", "tests.emulated_training", "tests.sabotages"):
             importlib.import_module(module)
-        gate, runs = importlib.import_module("gpt_pretrain.rules.gate"), importlib.import_module("tests.runs")
+        jobs, runs = importlib.import_module("gpt_pretrain.rules.jobs"), importlib.import_module("tests.runs")
         for overrides in ((), runs.SMALL_RUN):
-            gate.load_config(overrides)
+            jobs.load_config(overrides)
         # A child's collector would touch, and so copy, every page of what it will never free.
         gc.collect()
         gc.freeze()

@@ -13,7 +13,7 @@ import torch
 
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
 from gpt_pretrain.fp8.statistics import StatisticsCollector
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 
 

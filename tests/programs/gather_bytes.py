@@ -10,7 +10,7 @@ from collections import Counter
 from gpt_pretrain.launch.environment import prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 
 
 def main(*overrides):

@@ -9,8 +9,8 @@ import os
 import sys
 
 from gpt_pretrain.__main__ import main
+from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.run.recipes import RECIPES
 
 
 def replace_te_layers():

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.checkpoint import writing
-from gpt_pretrain.checkpoint.manifest import FileDigest, Progress
+from gpt_pretrain.checkpoint.manifest import FileDigest, TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, build_training
 
 OVERRIDES = ("parallelism=dp", "model.micro_batch_size=1")
@@ -87,7 +87,7 @@ def main() -> None:
             for step, (name, sabotage) in enumerate(CASES.items(), start=1):
                 with rank_1_has(*sabotage):
                     with training.trainable.model.gathered_parameters():
-                        outcomes = saver.save(Progress(step=step, consumed_samples=4 * step))
+                        outcomes = saver.save(TrainingProgress(step=step, consumed_samples=4 * step))
                     num_polls = 0
                     while not outcomes:
                         outcomes = saver.poll()

@@ -17,7 +17,7 @@ from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, build_training_of, lay_out_anew
 from tests.sabotages import prove
 from tests.stored_weights import NOT_STORED, SABOTAGES, STORED, observed

@@ -10,7 +10,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.launch.signals import ended_by_signals
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 
 from gpt_pretrain import extend
-from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Resolved, RunSpec
+from gpt_pretrain.features.feature import FusedKernel, Lack, Obstacle, Resolved, RunSpec
 
 
 @extend.feature("lab_tf32")
-class Tf32(Feature):
+class Tf32(FusedKernel):
     """Ten bits of mantissa in products of fp32 tensors, which tensor cores then compute."""
 
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
@@ -15,9 +15,10 @@ class Tf32(Feature):
         if run.config.trainer.precision.name != "fp32":
             yield f"trainer.precision={run.config.trainer.precision.name}", "it is for products of fp32 tensors"
 
-    def lacks(self, spec: RunSpec) -> Lack | None:
+    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
         """What it needs that this machine does not have, and why."""
-        return None if spec.platform.cuda else ("a GPU", "there is no CUDA device")
+        if not spec.platform.cuda:
+            yield "a GPU", "there is no CUDA device"
 
     def prepare(self) -> None:
         """Called before the model is built."""

@@ -56,7 +56,7 @@ class Setting(JsonObject):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord(JsonObject):
-    """One run, as it was read."""
+    """One run, as read from its directory or its log."""
 
     name: str
     """Unique: the variant, and the seed if the variant has several runs."""
@@ -108,7 +108,7 @@ class Obstacle(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference(JsonObject):
+class ConfigDifference(JsonObject):
     """A key in which configurations differ, obstacles included."""
 
     key: str
@@ -126,7 +126,7 @@ class Interval(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Hurt(JsonObject):
+class OutOfRangeTensor(JsonObject):
     """How FP8 treats one tensor: means over the logged steps of all runs of a variant."""
 
     layer: str
@@ -153,7 +153,7 @@ class Figures(JsonObject):
     skipped_steps: int | None
     """Sum over the runs."""
     fp8_share: float | None
-    hurts: tuple[Hurt, ...]
+    hurts: tuple[OutOfRangeTensor, ...]
     """The tensors that FP8 treats worst, worst first; empty without statistics."""
 
 
@@ -235,7 +235,7 @@ class Comparison(JsonObject):
     runs: tuple[RunRecord, ...]
     """The baseline's first."""
     obstacles: tuple[Obstacle, ...]
-    differences: tuple[Difference, ...]
+    differences: tuple[ConfigDifference, ...]
     unchecked: tuple[str, ...]
     """What is unknown of data, batch, tokenizer and model, in words."""
     figures: tuple[Figures, ...]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from gpt_pretrain.compare.document import (
+from gpt_pretrain.compare.comparison import (
     VERSION,
     Answer,
     Comparison,
@@ -14,8 +14,8 @@ from gpt_pretrain.compare.document import (
     Figures,
     GapCurve,
     Gate,
-    Hurt,
     Interval,
+    OutOfRangeTensor,
     RunRecord,
     Setting,
     TimeToLoss,
@@ -70,7 +70,7 @@ ANSWER = Answer(
     ),
     throughput_ratio=1.3,
 )
-HURT = Hurt(layer="decoder.layers.0.mlp.linear_fc1", tensor="input", saturated=None, flushed=0.5)
+HURT = OutOfRangeTensor(layer="decoder.layers.0.mlp.linear_fc1", tensor="input", saturated=None, flushed=0.5)
 COMPARISON = Comparison(
     version=VERSION,
     date="2026-11-23",

@@ -1,13 +1,13 @@
-"""The gate: finds everything wrong with a configuration before torch is imported, and reports it at once.
+"""The jobs of a command line: everything wrong with them is found before torch is imported, and reported at once.
 
-Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. The gate therefore
+Hydra silently composes a typo after `+` or `++`, and checks no key in YAML. So this module
 
 1. checks the keys on the command line before Hydra sees them;
 2. lets Hydra compose the legal ones, and checks the keys of every YAML file involved;
 3. reads every value as its type (`config.load`);
 4. runs the cross-field rules, unless something was refused: they would blame the rest for what is missing.
 
-All jobs of a sweep pass it before the first one starts.
+All jobs of a sweep are checked before the first one starts.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -48,10 +48,12 @@ class Job:
     """One run of a command line: the only one, or one of a sweep."""
 
     overrides: tuple[str, ...]
-    """What distinguishes it from the sweep's other jobs; empty without a sweep."""
+    """What distinguishes the job from the sweep's other jobs; empty without a sweep."""
     config: Config
+    composed: DictConfig
+    """What Hydra composed, with its `hydra` section."""
     submission: Submission | None = None
-    """How it is submitted to Slurm; None: it runs in this process."""
+    """How the job is submitted to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
     """The arguments of Slurm's job."""
 
@@ -111,21 +113,11 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
     return problems, origins
 
 
-def default_run_dir(composed: DictConfig) -> DictConfig:
-    """Gives a sweep's job a run directory, Hydra's sweep directory and job number, unless the user gave one."""
-    unset = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir") and composed.run_dir is None
-    if unset and HydraConfig.get().mode is RunMode.MULTIRUN:
-        merged = OmegaConf.merge(composed, {"run_dir": HydraConfig.get().runtime.output_dir})
-        assert isinstance(merged, DictConfig)
-        return merged
-    return composed
-
-
 @bounded_lookups()
 def _read_job(
     loader: Loader, lines: Sequence[str], number: int, given: frozenset[str], *, multirun: bool, complete: bool
 ) -> tuple[DictConfig, Config | None, list[str]]:
-    """Composes a job and reads its configuration as the job itself will, `${hydra:…}` interpolations included.
+    """Composes a job and reads its configuration, `${hydra:…}` interpolations included.
 
     `given` are the keys that the command line sets: no file is to blame for their values. The configuration is None if
     it has problems or open values.
@@ -137,18 +129,26 @@ def _read_job(
     problems, origins = _check_files(loader, lines)
     if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
         return composed, None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
+    if composed.hydra.callbacks:
+        problems.append(
+            f"hydra.callbacks={show(list(composed.hydra.callbacks))} are not called; register a callback with "
+            "gpt_pretrain.extend (docs/bring_your_own.md)"
+        )
     with open_dict(composed):
         composed.hydra.job.num = number
         composed.hydra.job.id = str(number)
         directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if multirun else composed.hydra.run.dir
         composed.hydra.runtime.output_dir = str(Path(directory).absolute())
-    # As Hydra's `set_config`, which copies it.
+        is_open = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir")
+        if multirun and is_open and composed.run_dir is None:
+            composed.run_dir = composed.hydra.runtime.output_dir
+    # As Hydra's `set_config`, without a copy.
     HydraConfig.instance().cfg = cast(Any, composed)
     try:
         nodes = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
         task = DictConfig(nodes, flags={"no_deepcopy_set_nodes": True})
         files = {path: file for path, file in origins.items() if path not in given}
-        config, wrong = read_config(default_run_dir(task), origins=files, complete=complete)
+        config, wrong = read_config(task, origins=files, complete=complete)
     finally:
         HydraConfig.instance().cfg = None
     if config is not None and not set(own.LOADED).issuperset(config.extensions):
@@ -267,14 +267,23 @@ def check_command(
         if config is None:
             continue
         if rules is not None and not wrong:
+            dropped = [] if config.extensions == own.LOADED else [_not_loaded(config.extensions, None)]
             unread = [] if command in _WITH_VARIANTS else given_without_effect(config, given)
-            wrong += [*unread, *rules(config, submission)]
+            wrong += [*dropped, *unread, *rules(config, submission)]
         arguments: list[str] = []
         if submission is not None:
             arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)
             wrong += unfit
         if not wrong:
-            jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
+            jobs.append(
+                Job(
+                    overrides=varying,
+                    config=config,
+                    composed=composed,
+                    submission=submission,
+                    arguments=tuple(arguments),
+                )
+            )
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs)
     if problems:
@@ -303,17 +312,3 @@ def load_config(overrides: Sequence[str] = (), source: Source | None = None) -> 
     """
     (job,) = check_command(Loader(source or Source()), overrides)
     return job.config
-
-
-def read_job(composed: DictConfig) -> Config:
-    """The configuration of a job that Hydra started after the gate let it pass.
-
-    Raises:
-        ConfigError: A YAML file was changed in between, and it is now wrong; or one drops an imported extension.
-    """
-    config, problems = read_config(default_run_dir(composed))
-    if config is None:
-        raise ConfigError(problems)
-    if config.extensions != own.LOADED:
-        raise ConfigError([_not_loaded(config.extensions, None)])
-    return config

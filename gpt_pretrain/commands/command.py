@@ -1,4 +1,4 @@
-"""The one door of all commands: arguments in; messages and exit codes out.
+"""What every command goes through: arguments in; messages and exit codes out.
 
     run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
     run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
@@ -35,7 +35,7 @@ from gpt_pretrain.launch.told import tell_once
 
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.rules.gate import Job
+    from gpt_pretrain.rules.jobs import Job
 
 CRASH, USER_ERROR = 1, 2
 # The launch of a single-process command, whatever started its shell.
@@ -59,7 +59,7 @@ def _end_with(error: UserError | RunError) -> int:
     code = USER_ERROR if isinstance(error, UserError) else CRASH
     with decided(code):
         try:
-            # Of the process itself: a command may stand for another one.
+            # The launch of this process: a command may have been given that of a single process.
             launch = read_launch()
         except ConfigError:
             tell_once(_lines(error), "error: ")
@@ -72,7 +72,7 @@ def _end_with(error: UserError | RunError) -> int:
 
 
 def _who(error: UserError | RunError, launch: Launch) -> str:
-    """Whose error it is, unless all ranks may have it or those of the first node: each node tells for itself."""
+    """The rank or the host that has the error; empty if all ranks may have it, as each node tells its own."""
     if isinstance(error, RankError):
         return f" (rank {launch.rank})"
     return "" if launch.rank == launch.local_rank else f" ({socket.gethostname()})"
@@ -98,7 +98,7 @@ def print_job(number: int, jobs: "Sequence[Job]") -> None:
 def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) -> int:
     """Runs a command and returns its exit code; see `run_with_config` for the arguments."""
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # As for stderr: an encoding other than UTF-8 gets \u2026 for characters it lacks.
+        # As for stderr: characters that the output's encoding lacks become escapes such as \u2026.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         code = command(launch or read_launch()) or 0
@@ -119,7 +119,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         try:
             sys.stdout.flush()
         except OSError:
-            # Drops the rest: Python would try to write it at exit, and print another error.
+            # Drops what was not written: Python would try again at exit, and print another error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _end_with(RankError(problem))
 

@@ -11,14 +11,14 @@ from collections.abc import Iterable
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.machine import EFFICIENCY
-from gpt_pretrain.plan.stages import passage
+from gpt_pretrain.plan.stages import token_dispatch
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
-from gpt_pretrain.run.recipes import Recipe
 from gpt_pretrain.run.run_spec import RunSpec
 
 # Passes over the logits in memory, in bytes per logit, forward and backward, calibrated (megatron-core's losses in
@@ -31,7 +31,7 @@ LINEAR_LOSS_BYTES_PER_LOGIT = 6
 ELEMENTWISE_KERNELS = 10
 # Attention's products: q·kᵀ and p·v forward, five backward (the scores are computed again).
 ATTENTION_PRODUCTS = 7
-# Width of the heads whose speed is `Efficiency.attention`; those of 64 reached 0.59 of it (GPT-2 124M).
+# Width of the heads whose speed is `Efficiency.attention`; heads of 64 reached 0.59 of that speed (GPT-2 124M).
 ATTENTION_WIDTH = 128
 # Products of an expert's two linear layers, forward and backward.
 PRODUCTS_OF_EXPERT = 6
@@ -54,7 +54,7 @@ def memory_s(gpu: Gpu, num_bytes: float, kernels: int = 1) -> float:
 def gemm_s(gpu: Gpu, gemm: Gemm, recipe: Recipe | None, *, accumulates: bool = False) -> float:
     """Seconds of one product; if it `accumulates`, weight gradients are added to fp32 ones, not written in BF16."""
     if gemm.fp8 and recipe is not None:
-        size, rate = 1, gpu.fp8_tflops * 1e12 * recipe.peak_share
+        size, rate = 1, gpu.fp8_tflops * 1e12 * recipe.cost.peak_share
     else:
         size, rate = 2, gpu.bf16_tflops * 1e12 * EFFICIENCY.bf16
     arithmetic = gemm.flops / rate * (1 + EFFICIENCY.depth / gemm.k)
@@ -69,7 +69,7 @@ def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, features: Iterable[Feature
     Where the norm writes FP8 itself, the transposed copy takes another pass. Finding a scale in the tensor itself takes
     one more. TorchAO's codes are written in both layouts at once (`kernels.fp8_codes_triton`).
     """
-    separate: float = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * recipe.searches_amax
+    separate: float = (4 if recipe.backend is Fp8Backend.torchao else 5) + 2 * recipe.cost.searches_amax
     of_input, of_gradient = separate, separate
     for feature in features:
         of_input, of_gradient = feature.cast_bytes(linear.kind, recipe, of_input, of_gradient)
@@ -84,9 +84,7 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
     # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
-    if spec.fp8 is not None and spec.fp8.dot_product_attention:
-        reached *= EFFICIENCY.fp8_attention
-    reached *= math.prod(feature.attention_speed for feature in used_features(spec.kernels))
+    reached *= math.prod(feature.attention_speed for feature in used_features(spec))
     return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 
 
@@ -110,7 +108,7 @@ def _routing_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
     """Routing, permutation, sorting and padding of one layer of experts, forward and backward."""
     model = spec.model
     small = ROUTING_BYTES * layer[0].local_tokens * (model.num_moe_experts or 0)
-    passes = passage(model, layer).passes(used_features(spec.kernels))
+    passes = token_dispatch(model, layer).passes(used_features(spec))
     return memory_s(gpu, 2.0 * passes * model.hidden_size + small, ROUTING_KERNELS)
 
 
@@ -120,7 +118,7 @@ def layer_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
     in_local_layers = spec.fp8 is not None and spec.fp8.in_local_layers
     seconds = {"GEMMs": 0.0, "FP8 casts": 0.0, "gradient accumulation": 0.0}
     in_fp8 = {linear.kind for linear in layer if linear.precision == "fp8"}
-    fused = list(used_features(spec.kernels)) if in_fp8 >= {FC1, FC2} else []
+    fused = list(used_features(spec)) if in_fp8 >= {FC1, FC2} else []
     for linear in layer:
         # TorchAO writes weight gradients in BF16, which are added afterwards.
         accumulates = spec.kernels.gradient_accumulation_fusion and not (in_local_layers and linear.precision == "fp8")

@@ -1,4 +1,4 @@
-"""Values: the type that each key takes, and the conversion to it, only without loss.
+"""Converts a value to the type that its key takes, only without loss.
 
 `1e3` becomes an integer, `1` a number, "12" 12. pydantic would not make this shorter: it accepts 1 and "on" as booleans
 and enums by value, its errors would need the same sentences, and its import takes 0.25 s. OmegaConf's structured
@@ -10,7 +10,6 @@ import csv
 import math
 from typing import Any
 
-from gpt_pretrain.config.choices import AUTO
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
 
@@ -21,24 +20,6 @@ _MISFITS = {
     str: "is not a string",
     Any: "is neither a string nor a number",
 }
-# The largest integers of a configuration: far above any run, yet small enough for every rule, forecast and index to
-# answer at once. Nothing else bounds what a file or a command line can say.
-_LARGEST = {
-    # The rules look at every product of every layer.
-    2**10: "num_layers activations_checkpoint_num_layers virtual_pipeline_model_parallel_size num_workers "
-    "num_dataset_builder_threads num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 rounds",
-    2**16: "num_attention_heads num_query_groups kv_channels num_moe_experts moe_router_topk fp8_margin",
-    2**20: "tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size expert_model_parallel_size "
-    "expert_tensor_parallel_size devices num_nodes num_gpus hidden_size max_new_tokens micro_batch_size",
-    2**24: "ffn_hidden_size moe_ffn_hidden_size encoder_seq_length max_position_embeddings global_batch_size",
-    # megatron-core's builders count these in 32 bits.
-    2**31 - 1: "vocab_size make_vocab_size_divisible_by max_steps steps warmup_steps",
-    # numpy's largest.
-    2**32 - 1: "seed",
-}
-_LARGEST_OF = {name: largest for largest, names in _LARGEST.items() for name in names.split()}
-# A word that may stand for a list of only this word.
-_WORDS = {"model.fp8_exclude": AUTO}
 # The largest of seconds, rates and shares; a thread waits no longer.
 _LARGEST_NUMBER = 1e9
 
@@ -84,12 +65,6 @@ def _member(value: Any, key: Key, what: str) -> Any:
         raise WrongValue(f"has {what}={show(value)} {wrong}") from None
 
 
-def largest_value(path: str) -> int:
-    """The largest integer that a key takes."""
-    # Where nothing else sets a limit: exact as a floating-point number.
-    return _LARGEST_OF.get(path.rpartition(".")[2], 2**53)
-
-
 def convert(value: Any, key: Key) -> Any:
     """A value as the type of its key.
 
@@ -101,7 +76,7 @@ def convert(value: Any, key: Key) -> Any:
             return None
         raise WrongValue(f"may not be null; it takes: {key.type_text}")
     if key.kind is list:
-        value = [value] if isinstance(value, str) and value == _WORDS.get(key.path) else value
+        value = [value] if isinstance(value, str) and value == key.facts.word else value
         if not isinstance(value, list):
             raise WrongValue(f"is not a list; write {key.path}=[…] with {TYPE_NAMES[key.item]}s")
         return [_member(item, key, f"an element that does not fit: [{index}]") for index, item in enumerate(value)]
@@ -112,7 +87,7 @@ def convert(value: Any, key: Key) -> Any:
     # Which strings have a meaning of their own, only the key's help says.
     more = (" or null" if key.optional else "") + (f"; {key.doc.rstrip('.')}" if key.kind is str else "")
     converted = _choice(value, key) if key.choices else _scalar(value, key.kind, more)
-    if key.kind is int and abs(converted) > (largest := largest_value(key.path)):
+    if key.kind is int and abs(converted) > (largest := key.facts.largest):
         raise WrongValue(f"is beyond any run; use {largest} or less")
     if key.kind is float and abs(converted) > _LARGEST_NUMBER:
         raise WrongValue(f"is beyond any run; use {_LARGEST_NUMBER:g} or less")

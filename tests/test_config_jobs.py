@@ -1,18 +1,21 @@
-"""The gate in process: what is collected into one error, and what Hydra's own features do behind it."""
+"""The checks of a command line in process: what is collected into one error, and which Hydra features work."""
 
 import dataclasses
+import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
 from gpt_pretrain.__main__ import main
-from gpt_pretrain.commands.command_line import check_request, parse_command_line
+from gpt_pretrain.commands.command_line import check_request, hydra_settings, parse_command_line, record_sweep
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.rules.gate import load_config
+from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
 from tests.launching import REPOSITORY, run_ranks
 
@@ -284,7 +287,7 @@ def test_a_configuration_of_an_earlier_version_is_repeated(repeated):
     assert repeated(path.read_text()) == load_saved_config(path)
 
 
-def test_a_saved_run_passes_the_same_gate(tmp_path):
+def test_a_saved_run_passes_the_same_checks(tmp_path):
     saved = config_to_yaml(load_config([]))
     arguments = ("--config-dir", str(tmp_path), "--config-name", "config")
     (tmp_path / "config.yaml").write_text(saved)
@@ -344,7 +347,7 @@ def test_broken_files_are_told_without_a_traceback(my_conf, text, named):
 def test_open_values_are_told_with_their_meaning():
     found = problems("model=base")
     assert len(found) == 5
-    assert_names(found[:1], "model.num_layers model.num_layers=… integer: Transformer layers.")
+    assert_names(found[:1], "model.num_layers model.num_layers=… integer, 1 or more: Transformer layers.")
 
 
 def test_a_sweep_is_checked_job_by_job_before_the_first_starts():
@@ -445,8 +448,8 @@ def test_help_shows_groups_keys_values_and_fits_80_columns(capsys, monkeypatch):
     assert main(["--help", "model=llama3_8b", "model.seed=7"]) == 0
     text = capsys.readouterr().out
     assert "llama3_8b*" in text
-    assert "  model.num_layers = 32   (integer)\n      Transformer layers.\n" in text
-    assert "  model.seed = 7   (integer)" in text
+    assert "  model.num_layers = 32   (integer, 1 or more)\n      Transformer layers.\n" in text
+    assert "  model.seed = 7   (integer, 0 or more)" in text
     keys = [line for line in text.splitlines() if " = " in line and "(" in line]
     assert len(keys) > 90
     assert [line for line in text.splitlines() if len(line) > 80 and line not in keys] == []
@@ -486,3 +489,30 @@ def test_a_sweep_ends_with_the_command_that_compares_its_runs(tmp_path):
     assert command[:3] == ["python", "-m", "gpt_pretrain.compare"]
     assert command[3:] == [f"runs=[{tmp_path}/sweep/0,{tmp_path}/sweep/1]"]
     assert all((tmp_path / "sweep" / name / "metrics.jsonl").is_file() for name in "01")
+
+
+def test_a_sweep_records_what_it_sweeps_over(tmp_path):
+    request = parse_command_line(["-m", "model.seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"])
+    check_request(request, read_launch())
+    record_sweep(request)
+    recorded = yaml.safe_load((tmp_path / "sweep" / "multirun.yaml").read_text())
+    assert recorded["hydra"]["overrides"]["task"] == ["model.seed=1,2"]
+
+
+def test_hydras_own_settings_of_a_job_hold_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("OF_A_JOB", raising=False)
+    settings = ["hydra.output_subdir=.hydra", "hydra.job.chdir=true", "+hydra.job.env_set.OF_A_JOB=${hydra:job.name}"]
+    (job,) = jobs("model.seed=7", f"hydra.run.dir={tmp_path}/hydra", *settings)
+    before = Path.cwd()
+    with hydra_settings(job):
+        assert (Path.cwd(), os.environ["OF_A_JOB"]) == (tmp_path / "hydra", "gpt_pretrain")
+    assert (Path.cwd(), os.environ.get("OF_A_JOB")) == (before, None)
+    written = {path.stem: yaml.safe_load(path.read_text()) for path in (tmp_path / "hydra/.hydra").iterdir()}
+    assert written["config"]["model"]["seed"] == 7
+    assert written["hydra"]["hydra"]["job"]["chdir"] is True
+    assert written["overrides"] == ["model.seed=7"]
+
+
+def test_callbacks_of_hydra_are_refused():
+    (found,) = problems("+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback")
+    assert_names([found], "hydra.callbacks 'mine' docs/bring_your_own.md")

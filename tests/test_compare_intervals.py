@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from gpt_pretrain.compare.statistics import Smoothed, difference, grid_between, interpolate, noise_of, t_quantile
+from gpt_pretrain.compare.intervals import Smoothed, difference, grid_between, interpolate, noise_of, t_quantile
 
 
 @pytest.mark.parametrize(

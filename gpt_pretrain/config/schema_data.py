@@ -1,0 +1,154 @@
+"""The keys of `model.tokenizer`, `model.data` and `model.optim`: text, corpora, and the optimizer with its schedule."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from gpt_pretrain.config.choices import (
+    DataImpl,
+    MainParamsDtype,
+    MomentDtype,
+    OptimizerName,
+    ScheduleName,
+    TokenizerLibrary,
+    WsdDecay,
+)
+from gpt_pretrain.config.facts import Unread, key, read_with, unread_with
+
+_SMALL_STATES = "model.optim.use_precision_aware_optimizer"
+_WITH_PLAIN_STATES = unread_with(_SMALL_STATES, False)
+_WITHOUT_SMALL_STATES = unread_with(
+    _SMALL_STATES,
+    False,
+    instead=f"{{key}}={{idle}}, or {_SMALL_STATES}=true with model.use_distributed_optimizer=true",
+)
+_WITH_WHOLE_MASTERS = unread_with(
+    "model.optim.main_params_dtype", MainParamsDtype.fp16, because=", which is stored whole"
+)
+_SCHEDULE = "model.optim.sched.name"
+_WITH_CONSTANT_RATE = unread_with(
+    _SCHEDULE,
+    ScheduleName.constant,
+    because=": only linear, cosine or wsd reads it",
+    instead=f"null, or {_SCHEDULE}=cosine or linear",
+)
+_SOURCE, _TOKENIZER = "model.data.data_impl", "model.tokenizer.library"
+_WITH_RANDOM_TOKENS = unread_with(_SOURCE, DataImpl.mock, because=", whose random tokens come from no file")
+
+
+def _with_wsd(instead: str = "") -> Unread:
+    return read_with(_SCHEDULE, ScheduleName.wsd, because=": only wsd reads it", instead=instead)
+
+
+def _with_data(impl: DataImpl, instead: str = "") -> Unread:
+    return read_with(_SOURCE, impl, because=", which does not read it", instead=instead)
+
+
+@dataclass(kw_only=True, slots=True)
+class TokenizerConfig:
+    """`model.tokenizer`: how text becomes token ids."""
+
+    library: TokenizerLibrary = key(identity="tokenizer")
+    """Tokenizer: bpe (trained on the corpus), file (`model.tokenizer.model`), none (only for mmap or mock data)."""
+    model: str | None = key(
+        identity="tokenizer",
+        unread=[read_with(_TOKENIZER, TokenizerLibrary.file, instead="null, or model.tokenizer.library=file")],
+    )
+    """library=file: path of a Hugging Face `tokenizer.json`."""
+    vocab_size: int = key(largest=2**31 - 1, identity="tokenizer", unread=[read_with(_TOKENIZER, TokenizerLibrary.bpe)])
+    """library=bpe: number of tokens to train, including the end-of-document token."""
+
+
+@dataclass(kw_only=True, slots=True)
+class DataConfig:
+    """`model.data`: the corpus, its splits and its caches."""
+
+    data_impl: DataImpl = key(identity="data")
+    """Corpus: mmap (.bin/.idx files of `data_prefix`), text (`text_files`), stdlib (Python's own sources), mock."""
+    data_prefix: list[Any] = key(
+        aliases=["data_path"],
+        identity="data",
+        unread=[_with_data(DataImpl.mmap, "data=mmap, or leave data_prefix empty")],
+    )
+    """data_impl=mmap: paths without .bin/.idx, or alternating weights and paths: [0.7,web,0.3,code]."""
+    validation_prefix: list[Any] = key(
+        before=[],
+        identity="data",
+        unread=[
+            _with_data(DataImpl.mmap, "model.data.validation_prefix=[]"),
+            unread_with(
+                "trainer.limit_val_batches",
+                0,
+                instead="trainer.limit_val_batches=8, or model.data.validation_prefix=[]",
+            ),
+        ],
+    )
+    """data_impl=mmap: files to validate on, in the form of `data_prefix`, whose files are then all for training; empty:
+    the validation split of `data_prefix`."""
+    splits_string: str = key(identity="data", unread=[_WITH_RANDOM_TOKENS])
+    """Proportions of documents for training, validation and test, e.g. "900,50,50"."""
+    text_files: list[str] = key(
+        identity="data", unread=[_with_data(DataImpl.text, "data=text, or leave text_files empty")]
+    )
+    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row)."""
+    text_key: str = key(identity="data", unread=[_with_data(DataImpl.text)])
+    """Field (.jsonl) or column (.parquet, .arrow) that holds the text."""
+    cache_dir: str | None = key(unread=[_WITH_RANDOM_TOKENS])
+    """Directory of tokenized corpora and index caches; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
+    num_dataset_builder_threads: int = key(minimum=1, largest=2**10, unread=[_WITH_RANDOM_TOKENS])
+    """Threads that build the sample indices of blended datasets."""
+    num_workers: int = key(minimum=0, largest=2**10)
+    """Processes per rank that prepare batches in advance; 0: the training process prepares them."""
+    eod_mask_loss: bool = key(identity="data")
+    """Exclude the first token of each document, which nothing before it predicts, from the loss, as Megatron-LM does;
+    the end-of-document token counts."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ScheduleConfig:
+    """`model.optim.sched`: the learning rate schedule."""
+
+    name: ScheduleName = key(aliases=["lr_decay_style"])
+    """Decay after the warmup: constant, linear, cosine, wsd (warmup, stable, decay)."""
+    warmup_steps: int | None = key(minimum=0, largest=2**31 - 1, aliases=["lr_warmup_iters"])
+    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`; null: decay_steps / 10, at most
+    2,000."""
+    decay_steps: int | None = key(minimum=1, aliases=["lr_decay_iters"])
+    """Step at which the rate reaches `min_lr`, warmup included; null: trainer.max_steps."""
+    init_lr: float
+    """Learning rate at step 0 of the warmup."""
+    min_lr: float | None = key(unread=[_WITH_CONSTANT_RATE])
+    """Learning rate after the decay; null: a tenth of `model.optim.lr`."""
+    wsd_decay_steps: int | None = key(minimum=1, unread=[_with_wsd(f"{_SCHEDULE}=wsd, or {{key}}=null")])
+    """name=wsd: steps of the final decay; required with wsd, refused otherwise."""
+    wsd_decay_style: WsdDecay = key(unread=[_with_wsd()])
+    """name=wsd: shape of the final decay."""
+
+
+@dataclass(kw_only=True, slots=True)
+class OptimConfig:
+    """`model.optim`: the optimizer and its schedule."""
+
+    name: OptimizerName
+    """The optimizer; adam is AdamW."""
+    lr: float = key(above=0, use="3e-4 or another", aliases=["learning_rate"], core=["OptimizerConfig"])
+    """Peak learning rate."""
+    betas: list[float] = key(aliases=["adam_beta1", "adam_beta2"])
+    """Adam's two exponential decay rates."""
+    eps: float = key(above=0, use="1e-8 or another", core=["OptimizerConfig.adam_eps"])
+    """Adam's denominator term."""
+    momentum: float = key(minimum=0, below=1, use="0.9 or another", core=["OptimizerConfig.sgd_momentum"])
+    """SGD's momentum."""
+    weight_decay: float = key(minimum=0, core=["OptimizerConfig"])
+    """Weight decay, decoupled with adam (AdamW); biases and norm weights are exempt, as in megatron-core."""
+    use_precision_aware_optimizer: bool = key(before=False, planned=True)
+    """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their
+    reduction (`model.grad_reduce_in_fp32`). Needs BF16 parameters and the distributed optimizer. See docs/plan.md."""
+    main_params_dtype: MainParamsDtype = key(before=MainParamsDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
+    """Type of the masters: fp32, or fp16 with stochastic rounding of updates."""
+    store_param_remainders: bool = key(before=True, planned=True, unread=[_WITH_PLAIN_STATES, _WITH_WHOLE_MASTERS])
+    """Store only the 16 bits of an fp32 master that its BF16 weight lacks: 2 bytes instead of 4, without loss."""
+    exp_avg_dtype: MomentDtype = key(before=MomentDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
+    """Type of Adam's first moment: fp32, bf16, fp16 or fp8."""
+    exp_avg_sq_dtype: MomentDtype = key(before=MomentDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
+    """Type of Adam's second moment: fp32, bf16 or fp16."""
+    sched: ScheduleConfig

@@ -1,0 +1,352 @@
+"""The keys of `model`: architecture, batch, parallel layout, FP8 and kernels."""
+
+from dataclasses import dataclass
+
+from gpt_pretrain.config.choices import (
+    AUTO,
+    Activation,
+    AmaxComputeAlgo,
+    CrossEntropyFusion,
+    CudaGraphImpl,
+    Fp8Backend,
+    Fp8RecipeName,
+    LayerName,
+    LossName,
+    MoeGroupedKernel,
+    MoeLoadBalancing,
+    MoeTokenDispatcher,
+    Normalization,
+    PositionEmbedding,
+    RecomputeGranularity,
+    RecomputeMethod,
+    ShardingStrategy,
+)
+from gpt_pretrain.config.facts import Unread, key, read_with, unread_with
+from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, TokenizerConfig
+
+_POSITIONS, _ROPE = "model.position_embedding_type", PositionEmbedding.rope
+_WITH_ROPE = read_with(_POSITIONS, _ROPE)
+_WITH_SCALED_ROPE = read_with(_POSITIONS, _ROPE, instead=f"null, or {_POSITIONS}=rope")
+_WITHOUT_EXPERTS = unread_with("model.num_moe_experts", None, instead="{idle}, or a number of experts")
+_NO_FP8_KEYS = "leave all keys of FP8 out (fp8=none)"
+_WITHOUT_FP8 = unread_with("model.fp8", False, instead=f"model.fp8=true, or {_NO_FP8_KEYS}")
+# An engine may need more than FP8 to be on.
+_ENGINE_WITHOUT_FP8 = unread_with("model.fp8", False, instead=f"null, or {_NO_FP8_KEYS}")
+_KEPT_LAYERS = "model.first_last_layers_bf16"
+_WITHOUT_KEPT_LAYERS = unread_with(_KEPT_LAYERS, False, instead=f"{_KEPT_LAYERS}=true, or null")
+_OVERLAP = "model.overlap_grad_reduce"
+_WITHOUT_OVERLAPPED_REDUCTION = unread_with(
+    _OVERLAP, False, instead=f"null, or {_OVERLAP}=true (parallelism=dp has it so)"
+)
+_LOSS = "model.cross_entropy_loss_fusion"
+_WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
+
+
+def _full_recomputation(other: str) -> Unread:
+    granularity = "model.activations_checkpoint_granularity"
+    instead = f"null, or {granularity}=full with model.activations_checkpoint_{other}"
+    return read_with(granularity, RecomputeGranularity.full, instead=instead)
+
+
+@dataclass(kw_only=True, slots=True)
+class ModelConfig:
+    """`model`: architecture, batch, parallel layout, precision of the layers, kernels, data and optimizer."""
+
+    num_layers: int = key(
+        minimum=1, largest=2**10, aliases=["num_hidden_layers"], identity="model", core=["TransformerConfig"]
+    )
+    """Transformer layers."""
+    hidden_size: int = key(minimum=1, largest=2**20, aliases=["dim"], identity="model", core=["TransformerConfig"])
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = key(minimum=1, largest=2**24, aliases=["intermediate_size"], identity="model")
+    """Inner width of the MLP (with swiglu, of each half); null: 4 × hidden_size."""
+    num_attention_heads: int = key(minimum=1, largest=2**16, identity="model", core=["TransformerConfig"])
+    """Query heads."""
+    num_query_groups: int | None = key(
+        minimum=1, largest=2**16, aliases=["num_key_value_heads", "n_kv_heads"], identity="model"
+    )
+    """Key/value heads (grouped-query attention); null: num_attention_heads."""
+    kv_channels: int | None = key(minimum=1, largest=2**16, identity="model")
+    """Width of a head; null: hidden_size / num_attention_heads."""
+    vocab_size: int = key(minimum=1, largest=2**31 - 1, identity="tokenizer")
+    """Vocabulary size of the model before padding; the tokenizer may have fewer tokens, not more."""
+    make_vocab_size_divisible_by: int = key(minimum=1, largest=2**31 - 1)
+    """The embedding is padded to a multiple of this, whatever the tensor parallel size."""
+    max_position_embeddings: int = key(minimum=1, largest=2**24)
+    """Upper limit of encoder_seq_length, and the number of rows of a learned position table."""
+    position_embedding_type: PositionEmbedding = key(identity="model")
+    """learned_absolute or rope."""
+    rotary_percentage: float = key(above=0, maximum=1, identity="model", unread=[_WITH_ROPE])
+    """Fraction of each head's channels that rope rotates."""
+    rotary_base: int = key(minimum=1, aliases=["rope_theta"], identity="model", unread=[_WITH_ROPE])
+    """Base period (theta) of rope."""
+    rope_scaling_factor: float | None = key(
+        above=1,
+        use="more than 1 (Llama 3.1 has 8), or null",
+        why="it stretches no period",
+        before=None,
+        identity="model",
+        unread=[_WITH_SCALED_ROPE],
+    )
+    """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8); null: no stretching."""
+    normalization: Normalization = key(identity="model", core=["TransformerConfig"])
+    """layernorm or rmsnorm."""
+    layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"], core=["TransformerConfig"])
+    """Epsilon of the normalization."""
+    activation: Activation = key(identity="model")
+    """MLP activation: gelu, gelu_tanh, swiglu."""
+    bias: bool = key(identity="model", core=["TransformerConfig.add_bias_linear"])
+    """Biases in the linear layers."""
+    qkv_bias: bool = key(identity="model", core=["TransformerConfig.add_qkv_bias"])
+    """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
+    qk_layernorm: bool = key(before=False, identity="model", core=["TransformerConfig"])
+    """Normalize the queries and keys of each head before rotation (Qwen3)."""
+    layer: LayerName = key(before=LayerName.gpt, identity="model")
+    """The transformer layer: gpt, or one that an extension registers."""
+    loss: LossName = key(before=LossName.cross_entropy, identity="model")
+    """What training minimizes: cross_entropy, or a loss that an extension registers. Validation is cross entropy."""
+    features: list[str] = key(before=[])
+    """Features that extensions register and that the run uses."""
+    share_embeddings_and_output_weights: bool = key(aliases=["tie_word_embeddings"], identity="model")
+    """The LM head reuses the embedding matrix (tied embeddings)."""
+    init_method_std: float = key(above=0, use="0.02 or another", core=["TransformerConfig"])
+    """Standard deviation of the initial weights; projections into the residual stream use std/sqrt(2·num_layers)."""
+    hidden_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
+    """Dropout probability after attention, MLP and embedding."""
+    attention_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
+    """Dropout probability of attention weights."""
+
+    num_moe_experts: int | None = key(
+        minimum=2,
+        use="2 or more, or a model without experts",
+        why="a router has no choice",
+        largest=2**16,
+        before=None,
+        identity="model",
+        core=["TransformerConfig"],
+    )
+    """Experts that replace the MLP of every layer; a router picks some for each token. null: one MLP."""
+    moe_ffn_hidden_size: int | None = key(
+        minimum=1, largest=2**24, before=None, identity="model", unread=[_WITHOUT_EXPERTS]
+    )
+    """Inner width of an expert; null: ffn_hidden_size."""
+    moe_router_topk: int = key(
+        minimum=1,
+        use="2 or more",
+        largest=2**16,
+        before=2,
+        aliases=["num_experts_per_tok"],
+        identity="model",
+        unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
+    )
+    """Experts per token; a softmax over their router scores, in fp32, weights their results."""
+    moe_router_load_balancing_type: MoeLoadBalancing = key(
+        before=MoeLoadBalancing.aux_loss, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
+    """Tokens that the auxiliary loss balances: of a microbatch (aux_loss), of each sequence (seq_aux_loss), or none."""
+    moe_aux_loss_coeff: float = key(
+        minimum=0,
+        use="0.01 or another above 0",
+        before=0.01,
+        idle=[0.01, 0.0],
+        unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
+    )
+    """Weight of the load-balancing loss in the gradient; the logged loss is the cross entropy only."""
+    moe_z_loss_coeff: float | None = key(
+        above=0, use="null for none", before=None, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
+    """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
+    moe_token_dispatcher_type: MoeTokenDispatcher = key(
+        before=MoeTokenDispatcher.alltoall, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
+    """How tokens reach their experts: alltoall (each goes to its experts' ranks), allgather (all go to all ranks)."""
+    overlap_moe_expert_parallel_comm: bool = key(
+        before=False, planned=True, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
+    )
+    """Exchange tokens between expert-parallel ranks while another microbatch computes: the forward pass of each
+    microbatch overlaps the backward pass of the previous one. Needs memory for one more layer's activations."""
+    moe_grouped_gemm: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
+    """One grouped GEMM for all experts of a rank; needs Transformer Engine layers; null: on with them."""
+    moe_grouped_kernel: MoeGroupedKernel | None = key(before=None, unread=[_WITHOUT_EXPERTS])
+    """Implementation of the grouped GEMM: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel, so
+    the experts stay out of FP8); null: triton for many small experts per rank."""
+    moe_permute_fusion: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
+    """Sort tokens by expert, and back, in TE's fused kernels; needs Transformer Engine layers; null: on with them,
+    unless each expert-parallel rank gathers all tokens."""
+    moe_router_padding_for_quantization: bool = key(before=False, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"])
+    """Route extra tokens of weight zero until each expert's count suits FP8; false: pad each expert's input."""
+
+    encoder_seq_length: int = key(minimum=1, largest=2**24, aliases=["seq_length", "seq_len"], identity="batch")
+    """Tokens per training sample."""
+    micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size"])
+    """Samples per forward pass and data-parallel rank."""
+    global_batch_size: int = key(minimum=1, largest=2**24, identity="batch")
+    """Samples per optimizer step, over all ranks."""
+    seed: int = key(minimum=0, largest=2**32 - 1)
+    """Seed for weights, data order and dropout."""
+
+    tensor_model_parallel_size: int = key(
+        minimum=1, largest=2**20, aliases=["tp"], planned=True, core=["TransformerConfig"]
+    )
+    """TP: ranks that split each layer's matrices."""
+    pipeline_model_parallel_size: int = key(
+        minimum=1, largest=2**20, aliases=["pp"], planned=True, core=["TransformerConfig"]
+    )
+    """PP: stages that the layers are split into."""
+    virtual_pipeline_model_parallel_size: int | None = key(
+        minimum=1, largest=2**10, planned=True, core=["TransformerConfig"]
+    )
+    """Model chunks per pipeline rank (interleaved schedule); null: one chunk, plain 1F1B."""
+    context_parallel_size: int = key(minimum=1, largest=2**20, aliases=["cp"], planned=True, core=["TransformerConfig"])
+    """CP: ranks that split each sequence; needs Transformer Engine."""
+    expert_model_parallel_size: int = key(
+        minimum=1,
+        largest=2**20,
+        before=1,
+        aliases=["ep"],
+        planned=True,
+        unread=[_WITHOUT_EXPERTS],
+        core=["TransformerConfig"],
+    )
+    """EP: ranks, taken from those with different samples, that split the experts; must divide num_moe_experts."""
+    expert_tensor_parallel_size: int | None = key(
+        minimum=1, largest=2**20, before=None, planned=True, unread=[_WITHOUT_EXPERTS]
+    )
+    """Ranks that split each expert's matrices; null: tensor_model_parallel_size."""
+    sequence_parallel: bool = key(planned=True, core=["TransformerConfig"])
+    """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
+    use_distributed_optimizer: bool | None = key(planned=True)
+    """Shard optimizer states and masters over the data-parallel ranks; null: only if fp8_params needs it."""
+    data_parallel_sharding_strategy: ShardingStrategy | None = key(before=None, planned=True)
+    """optim_grads: shard gradients, too, and reduce those of each microbatch at once; null: each rank has all gradients
+    and reduces them once a step. Weights are whole in both."""
+    overlap_grad_reduce: bool = key(planned=True, core=["DistributedDataParallelConfig"])
+    """Overlap the reduction of gradients with the backward pass."""
+    overlap_param_gather: bool = key(planned=True, core=["DistributedDataParallelConfig", "OptimizerConfig"])
+    """Overlap the gathering of parameters with the forward pass; needs use_distributed_optimizer and
+    overlap_grad_reduce."""
+    ddp_bucket_size: int | None = key(minimum=1, before=None, planned=True, unread=[_WITHOUT_OVERLAPPED_REDUCTION])
+    """Approximate number of values in one exchange of overlap_grad_reduce and overlap_param_gather; null: a 16th of a
+    rank's layers, at most 400 million, but at least 40 million and 1 million per data-parallel rank; with sharded
+    gradients that minimum."""
+    tp_comm_overlap: bool = key(before=False, planned=True, core=["TransformerConfig"])
+    """Overlap the exchange of activations between TP ranks with GEMMs, in TE's user buffers; needs
+    sequence_parallel."""
+    grad_reduce_in_fp32: bool = key(planned=True, core=["DistributedDataParallelConfig"])
+    """Accumulate and reduce gradients in fp32 even if parameters are bf16."""
+
+    fp8: bool = key(planned=True)
+    """FP8 matrix products in the transformer layers; the group fp8= sets this key and the following ones."""
+    fp8_backend: Fp8Backend | None = key(before=None, planned=True, unread=[_ENGINE_WITHOUT_FP8])
+    """FP8 implementation: transformer_engine (faster) or torchao; null: transformer_engine."""
+    fp8_recipe: Fp8RecipeName | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """Scaling recipe: delayed, tensorwise, blockwise or mxfp8; with torchao: tensorwise, rowwise or rowwise_with_gw_hp;
+    null: delayed, with torchao tensorwise."""
+    fp8_hybrid: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """E4M3 forward, E5M2 for the gradients of outputs; null: on for delayed and tensorwise, unless fp8_e4m3.
+    TorchAO's recipes fix their formats."""
+    fp8_e4m3: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """E4M3 in both directions, even if fp8_hybrid is set; null: on for blockwise and mxfp8, unless fp8_hybrid."""
+    fp8_margin: int | None = key(
+        minimum=0,
+        maximum=14,
+        # E4M3 has full precision from 448 down to 2^-6, a span of 2^14.8.
+        why="scales leave 2^margin of headroom, less than none saturates the largest values, and more than 14 leaves "
+        "E4M3 no precision",
+        use="0",
+        largest=2**16,
+        planned=True,
+        unread=[_WITHOUT_FP8],
+    )
+    """delayed: scales leave a headroom of 2^margin, with margin 0 to 14; null: 0."""
+    fp8_interval: int | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """delayed: steps between new scales. Transformer Engine computes them at every step, so only 1 is allowed."""
+    fp8_amax_history_len: int | None = key(
+        minimum=1, use="1 or more (1024 is Transformer Engine's own)", planned=True, unread=[_WITHOUT_FP8]
+    )
+    """delayed: length of the amax history in forward passes (for gradients: backward passes); null: 1024."""
+    fp8_amax_compute_algo: AmaxComputeAlgo | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """delayed: which amax of the history sets the scale, max or most_recent; null: max."""
+    fp8_wgrad: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    """Compute weight gradients in FP8; false: in the run's precision (delayed, and only emulated); null: true, except
+    with rowwise_with_gw_hp."""
+    fp8_params: bool = key(
+        aliases=["fp8_param_gather", "enable_fsdp_float8_all_gather"], planned=True, unread=[_WITHOUT_FP8]
+    )
+    """Store and gather the layers' weights in FP8, with fp32 masters; needs the distributed optimizer."""
+    fp8_dot_product_attention: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    """Compute attention's own two products in FP8 (delayed or tensorwise; only Transformer Engine's fused
+    attention)."""
+    first_last_layers_bf16: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    """Keep the first and last layers out of FP8; with delayed, use fp8_exclude instead."""
+    num_layers_at_start_in_bf16: int | None = key(
+        largest=2**10, planned=True, unread=[_WITHOUT_FP8, _WITHOUT_KEPT_LAYERS]
+    )
+    """first_last_layers_bf16: layers kept out at the start, at most as many as a pipeline stage has; null: 1."""
+    num_layers_at_end_in_bf16: int | None = key(
+        largest=2**10, planned=True, unread=[_WITHOUT_FP8, _WITHOUT_KEPT_LAYERS]
+    )
+    """first_last_layers_bf16: layers kept out at the end, at most as many as a pipeline stage has; null: 1."""
+    fp8_exclude: list[str] = key(word=AUTO, aliases=["filter_fqns"], planned=True, unread=[_WITHOUT_FP8])
+    """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]. auto, alone or
+    among them, stands for layers too small to gain, with TorchAO's tensorwise and rowwise."""
+    fp8_emulate: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    """Emulate FP8 on a machine without it, slowly: round values to the FP8 grids, then multiply."""
+
+    transformer_engine: bool | None = key(planned=True)
+    """Use Transformer Engine's layers; null: if a GPU and TE are present; true: refuse to start without them."""
+    compile: bool = key(before=False)
+    """Compile whole layers with torch.compile, without Transformer Engine or FP8; the first step takes a minute."""
+    bias_activation_fusion: bool | None
+    """Fuse bias and activation of the MLP; null: on a GPU."""
+    activation_cast_fusion: bool | None
+    """One kernel for the MLP's activation and its cast to FP8, another for the gradients; null: on Hopper."""
+    bias_dropout_add_fusion: bool | None
+    """Fuse bias, dropout and residual; null: on a GPU."""
+    masked_softmax_fusion: bool | None
+    """Fuse scale, mask and softmax in layers without TE; null: if apex's kernels are installed."""
+    use_flash_attention: bool | None
+    """Use FlashAttention-4; null: on Hopper with flash-attn-4 installed, for heads of 128, or of 64 without rope."""
+    apply_rope_fusion: bool | None
+    """TE's fused rope; null: with rope on TE layers."""
+    fused_single_qkv_rope: bool | None
+    """Split queries, keys and values and apply rope in one kernel; null: with rope on TE layers, without CUDA
+    graphs."""
+    gradient_accumulation_fusion: bool | None
+    """Accumulate weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
+    embedding_gradient_fusion: bool | None
+    """Add embedding gradients only to the rows of their tokens; null: on a GPU, for few tokens and a large table."""
+    cross_entropy_loss_fusion: bool | None
+    """Fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
+    cross_entropy_fusion_impl: CrossEntropyFusion | None = key(before=None, unread=[_WITHOUT_FUSED_LOSS])
+    """Fused cross entropy: native (from all logits) or linear (includes the LM head, never holds all logits); null:
+    linear."""
+    cuda_graph_impl: CudaGraphImpl | None = key(before=None)
+    """Replay each layer as CUDA graphs: none, or local (megatron-core's own); null: local for small tensorwise
+    layers."""
+    activations_checkpoint_granularity: RecomputeGranularity | None = key(
+        aliases=["recompute_granularity"], planned=True, core=["TransformerConfig.recompute_granularity"]
+    )
+    """Activation recomputation: selective (core attention) or full (whole layers); null: none."""
+    activations_checkpoint_method: RecomputeMethod | None = key(
+        aliases=["recompute_method"],
+        planned=True,
+        unread=[_full_recomputation("num_layers=1")],
+        core=["TransformerConfig.recompute_method"],
+    )
+    """granularity=full: uniform (every n layers) or block (the first n layers of each stage)."""
+    activations_checkpoint_num_layers: int | None = key(
+        minimum=1,
+        largest=2**10,
+        aliases=["recompute_num_layers"],
+        planned=True,
+        unread=[_full_recomputation("method=uniform")],
+        core=["TransformerConfig.recompute_num_layers"],
+    )
+    """granularity=full: the n of the method."""
+
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    optim: OptimConfig

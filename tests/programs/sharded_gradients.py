@@ -1,0 +1,9 @@
+"""Ranks train with whole and with sharded gradients, one case after the other: FOLDER CASE…, as `run_cases` says."""
+
+import sys
+from pathlib import Path
+
+from tests.sharded_training import run_cases
+
+if __name__ == "__main__":
+    run_cases(Path(sys.argv[1]), sys.argv[2:])
