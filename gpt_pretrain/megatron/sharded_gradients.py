@@ -62,7 +62,7 @@ class _BucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
 
     def start_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Sums or averages the gradients of a microbatch over the ranks; each keeps its part, in place."""
-        assert self.grad_reduce_handle is None, "the section before it in this memory is not settled"
+        assert self.grad_reduce_handle is None, "the section before it in this memory is not collected"
         group = self.intra_distributed_optimizer_instance_group
         operation = ReduceOp.AVG if self.ddp_config.average_in_collective else ReduceOp.SUM
         with _coalescing_manager(group, async_ops=True) as handle:
@@ -115,7 +115,7 @@ class _Section:
                 group.start_grad_sync()
             self.chunk.go_on_after(self)
 
-    def settle(self) -> None:
+    def collect(self) -> None:
         """Takes the results of the exchange out of the memory."""
         for group in self.groups:
             group.finish_grad_sync()
@@ -207,7 +207,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
     def _open_first(self) -> None:
         """Makes room for the first gradients of a microbatch."""
         if self._in_turn[0].waits_for is None:
-            self._settle(besides=None)
+            self._collect(besides=None)
             for section in (self._in_turn[0], *self._all_along):
                 section.open()
 
@@ -217,13 +217,13 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         if section in self._all_along or section is self._in_turn[-1]:
             return
         # Those before lie where the next one will.
-        self._settle(besides=section)
+        self._collect(besides=section)
         self._in_turn[self._in_turn.index(section) + 1].open()
 
-    def _settle(self, *, besides: _Section | None) -> None:
+    def _collect(self, *, besides: _Section | None) -> None:
         for section in self.exchanging:
             if section is not besides:
-                section.settle()
+                section.collect()
         self.exchanging = [section for section in self.exchanging if section is besides]
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -246,7 +246,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
             if section.waits_for is not None:
                 missing = ", ".join(sorted(self.names[parameter] for parameter in section.waits_for))
                 raise RuntimeError(f"no gradient of {missing} in a microbatch")
-        self._settle(besides=None)
+        self._collect(besides=None)
         for group in self._groups:
             group.param_gather_dispatched = False
         for parameter, part in self._parts.items():
