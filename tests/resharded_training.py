@@ -50,6 +50,7 @@ _RUN = (
 _DEEP = ("model.num_layers=4",)
 _BF16 = ("trainer.precision=bf16",)
 _SHARDED = "model.data_parallel_sharding_strategy=optim_grads"
+_FULLY = "model.data_parallel_sharding_strategy=optim_grads_params"
 _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.init_method_std=0.2")
 # In BF16 rounding alone would send tokens to another expert: each token meets all of them.
 _BF16_EXPERTS = (*_EXPERTS, *_BF16, "model.moe_router_topk=4")
@@ -92,6 +93,12 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "zero2_small.bf16": (2, ["parallelism=zero2", *LEAN, *SMALLEST]),
     "zero2.stored_bf16": (2, ["parallelism=zero2", *_STORED]),
     "zero2_ep2.moe": (2, ["parallelism=ep2", _SHARDED, *_EXPERTS]),
+    # Weights are, too.
+    "fsdp": (2, ["parallelism=fsdp"]),
+    "fsdp_pp2": (4, ["parallelism=pp2", _FULLY]),
+    "fsdp_small.bf16": (2, ["parallelism=fsdp", *LEAN, *SMALLEST]),
+    "fsdp.stored_bf16": (2, ["parallelism=fsdp", *_STORED]),
+    "fsdp_ep2.moe": (2, ["parallelism=ep2", _FULLY, *_EXPERTS]),
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
     # Two ranks of a distributed optimizer share each expert, and two others the attention.

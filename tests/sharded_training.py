@@ -1,6 +1,6 @@
-"""Tiny runs with whole and with sharded gradients (`parallelism=dp`, `zero2`) side by side, on launched ranks.
+"""Tiny runs with whole and with sharded gradients and weights (`parallelism=dp`, `zero2`, `fsdp`) side by side.
 
-Each rank writes what it saw as JSON, under the name of the case.
+Launched ranks write what they saw as JSON, under the names of the case and the strategy.
 """
 
 import json
@@ -22,7 +22,7 @@ from tests.optimizer_states import LEAN, SMALLEST
 from tests.refusals import compose_quickly
 
 STEPS = 3
-SHARDED = "model.data_parallel_sharding_strategy=optim_grads"
+STRATEGIES = {name: f"model.data_parallel_sharding_strategy={name}" for name in ("optim_grads", "optim_grads_params")}
 # A section for each layer; two microbatches in each step of four ranks, four of two ranks.
 _RUN = (
     "parallelism=dp",
@@ -51,7 +51,7 @@ _LINEAR_LOSS = (*_IN_PLACE, "model.cross_entropy_loss_fusion=true", "model.cross
 _TP2_SP = ("model.tensor_model_parallel_size=2", "model.sequence_parallel=true")
 _PP2 = ("model.pipeline_model_parallel_size=2",)
 
-# Ranks and overrides. Of each name's models there is one with whole and one with sharded gradients.
+# Ranks and overrides. Of each name's models there is one that shards nothing but states, and one for each strategy.
 CASES: dict[str, tuple[int, Sequence[str]]] = {
     "fp32": (2, ()),
     # Norms are sums over other parts, so that clipping would round otherwise.
@@ -99,10 +99,10 @@ GPU_CASES: dict[str, tuple[int, Sequence[str]]] = {
 }
 
 
-def config_of(case: str, *, sharded: bool) -> Config:
-    """Of one of the two models of a case."""
+def config_of(case: str, strategy: str | None = None) -> Config:
+    """Of one of the models of a case."""
     own = {**CASES, **GPU_CASES}[case][1]
-    return compose_quickly([*TINY, *_RUN, *own, *([SHARDED] if sharded else [])])
+    return compose_quickly([*TINY, *_RUN, *own, *([] if strategy is None else [STRATEGIES[strategy]])])
 
 
 def _own_parts(training: Training) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -156,15 +156,16 @@ def train(config: Config) -> dict[str, Any]:
     with training.trainable.model.gathered_parameters():
         # A forward pass without gradients may come in between.
         seen["validation"] = training.validate()
-        seen["weights"] = [parameter.detach().float() for chunk in training.chunks for parameter in chunk.parameters()]
+        seen["weights"] = [
+            parameter.detach().float().clone() for chunk in training.chunks for parameter in chunk.parameters()
+        ]
     seen["losses"] = [mean_loss(result.loss_sum_and_tokens) for result in results]
     seen["norms"] = [float(result.grad_norm) for result in results]
     return seen
 
 
-def compare(case: str) -> dict[str, Any]:
-    """What both models of a case saw, in numbers."""
-    whole, sharded = (train(config_of(case, sharded=each)) for each in (False, True))
+def compare(whole: dict[str, Any], sharded: dict[str, Any]) -> dict[str, Any]:
+    """What two models of a case saw, in numbers."""
     pairs = list(zip(whole["gradients"], sharded["gradients"], strict=True))
     return {
         "numbers": {name: [each[name] for each in (whole, sharded)] for name in ("losses", "norms", "validation")},
@@ -179,9 +180,12 @@ def compare(case: str) -> dict[str, Any]:
 
 
 def run_cases(folder: Path, cases: Iterable[str]) -> None:
-    """Trains one case after the other, all with this launch's number of ranks; writes FOLDER/CASE.RANK.json."""
+    """Trains one case after the other, all with this launch's number of ranks; each writes JSON into `folder`."""
     install_cpu_device()
     with process_groups(compose_quickly(TINY).model, read_launch(), detect_platform()):
         for case in cases:
-            lay_out_anew(config_of(case, sharded=True))
-            (folder / f"{case}.{torch.distributed.get_rank()}.json").write_text(json.dumps(compare(case)))
+            lay_out_anew(config_of(case))
+            whole = train(config_of(case))
+            for strategy in STRATEGIES:
+                seen = compare(whole, train(config_of(case, strategy)))
+                (folder / f"{case}.{strategy}.{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))

@@ -198,10 +198,16 @@ RULES = {
         told="model.data_parallel_sharding_strategy=optim_grads model.overlap_grad_reduce=false",
         offers="model.data_parallel_sharding_strategy=null | model.overlap_grad_reduce=true",
     ),
-    "sharded weights": Refused(
-        "parallelism=dp model.data_parallel_sharding_strategy=optim_grads_params",
-        told="model.data_parallel_sharding_strategy=optim_grads_params",
-        offers="model.data_parallel_sharding_strategy=optim_grads,null",
+    "sharded weights of a plain optimizer": Refused(
+        "parallelism=fsdp model.use_distributed_optimizer=false model.overlap_param_gather=false",
+        told="model.data_parallel_sharding_strategy=optim_grads_params model.use_distributed_optimizer=false",
+        offers="model.data_parallel_sharding_strategy=null | model.use_distributed_optimizer=true",
+        legal="parallelism=fsdp",
+    ),
+    "sharded weights and gradients reduced at the end": Refused(
+        "parallelism=fsdp model.overlap_grad_reduce=false model.overlap_param_gather=false",
+        told="model.data_parallel_sharding_strategy=optim_grads_params model.overlap_grad_reduce=false",
+        offers="model.data_parallel_sharding_strategy=null | model.overlap_grad_reduce=true",
     ),
     "compiled layers with sharded gradients": Refused(
         "model.compile=true parallelism=zero2 model.overlap_param_gather=false",

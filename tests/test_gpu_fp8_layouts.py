@@ -39,6 +39,11 @@ def losses(metrics):
         pytest.param("delayed", ["parallelism=zero2", STORED], id="delayed, sharded gradients, stored"),
         pytest.param("tensorwise", ["parallelism=zero2", STORED], id="tensorwise, sharded gradients, stored"),
         pytest.param("blockwise", ["parallelism=zero2", STORED], id="blockwise, sharded gradients, stored"),
+        pytest.param("delayed", ["parallelism=fsdp"], id="delayed, sharded weights"),
+        pytest.param("delayed", ["parallelism=fsdp", STORED], id="delayed, sharded weights, stored"),
+        pytest.param("tensorwise", ["parallelism=fsdp", STORED], id="tensorwise, sharded weights, stored"),
+        pytest.param("blockwise", ["parallelism=fsdp", STORED], id="blockwise, sharded weights, stored"),
+        pytest.param("torchao_tensorwise", ["parallelism=fsdp", STORED], id="TorchAO, sharded weights, stored"),
         pytest.param("delayed", ["parallelism=tp2_sp", STORED], id="delayed TP2+SP stored"),
         pytest.param("delayed", ["parallelism=pp2"], id="delayed PP2"),
         pytest.param(

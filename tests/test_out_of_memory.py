@@ -101,7 +101,8 @@ def test_the_remedies_are_sorted_and_are_the_plans_own_forecasts(recipe):
         assert peak_gib == pytest.approx(planned.memory.peak_gib), overrides
         assert peak_gib < plan_of(*ON_EIGHT, f"fp8={recipe}").memory.peak_gib
     assert {"model.use_distributed_optimizer=true", "model.micro_batch_size=1"} <= set(found)
-    assert any("model.data_parallel_sharding_strategy=optim_grads" in overrides for overrides in found)
+    for strategy in ("optim_grads", "optim_grads_params"):
+        assert any(f"model.data_parallel_sharding_strategy={strategy}" in each.split() for each in found)
     assert any("model.fp8_params=true" in overrides for overrides in found)
     assert any("model.optim.use_precision_aware_optimizer=true" in overrides for overrides in found)
 
@@ -121,7 +122,8 @@ def test_what_is_on_already_or_breaks_a_rule_is_not_offered():
     assert "use_distributed_optimizer" not in found, "it is on"
     assert "micro_batch_size" not in found, "it is 1"
     assert "overlap_grad_reduce" not in found, "it is on"
-    assert "data_parallel_sharding_strategy" not in " ".join(remedies(*ON_EIGHT, "parallelism=zero2")), "it is on"
+    assert "=optim_grads" not in " ".join(remedies(*ON_EIGHT, "parallelism=zero2")).split(), "it is on"
+    assert "data_parallel_sharding_strategy" not in " ".join(remedies(*ON_EIGHT, "parallelism=fsdp")), "all of it is on"
     assert "data_parallel_sharding_strategy" not in " ".join(remedies("model=gpt2_124m")), "one rank shares with none"
     assert "parallel_size" not in found, "three ranks are no pairs"
     assert "activations_checkpoint_granularity=full" in found

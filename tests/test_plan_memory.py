@@ -241,6 +241,33 @@ def test_bytes_of_sharded_gradients(overrides, part, sections):
     assert items["gradients being reduced"] == 4 * sections
 
 
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        ((), {"weights": 2 * (2 * TABLE + 32 * LAYER) / 4, "weights being read": 2 * (TABLE + LAYER)}),
+        # A layer's products read transposes too.
+        (
+            ("fp8=delayed", "model.fp8_params=true"),
+            {"FP8 weights": 8 * 4 * LAYER_WEIGHTS / 4, "weights being read": 2 * TABLE + LAYER + LAYER_WEIGHTS},
+        ),
+        # Casts of BF16 weights are kept for a step.
+        (("fp8=delayed",), {"FP8 copies of weights": 2 * 32 * LAYER_WEIGHTS}),
+    ],
+)
+def test_bytes_of_sharded_weights(overrides, expected):
+    items = plan_of("model=llama3_8b", "parallelism=fsdp", "plan.num_gpus=4", *overrides).memory.worst.items
+    for name, size in expected.items():
+        assert items[name] == pytest.approx(size, rel=2e-3), name
+
+
+def test_weights_are_whole_for_a_save():
+    """Of a model whose activations need less than that."""
+    few = ("model.encoder_seq_length=256", "model.micro_batch_size=1")
+    items = plan_of("model=llama3_8b", "parallelism=fsdp", "plan.num_gpus=8", *few).memory.worst.items
+    assert items["whole weights"] == pytest.approx(2 * 8_030_261_248)
+    assert "activations" not in items
+
+
 def test_sharded_gradients_are_a_way_out():
     told = ways_out(
         "experiment=llama3_8b_8gpu", "parallelism=dp", "plan.gpu=h100", "fp8=delayed", "model.fp8_params=true"

@@ -39,7 +39,12 @@ def uses_distributed_optimizer(model: ModelConfig) -> bool:
 
 def shards_gradients(model: ModelConfig) -> bool:
     """Whether a rank keeps its part of the gradients alone."""
-    return model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads
+    return model.data_parallel_sharding_strategy is not None
+
+
+def shards_weights(model: ModelConfig) -> bool:
+    """Whether a rank keeps its part of the weights alone."""
+    return model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params
 
 
 def ffn_hidden_size(model: ModelConfig) -> int:

@@ -220,8 +220,8 @@ class ModelConfig:
     use_distributed_optimizer: bool | None = key(planned=True)
     """Shard optimizer states and masters over the data-parallel ranks; null: only if fp8_params needs it."""
     data_parallel_sharding_strategy: ShardingStrategy | None = key(before=None, planned=True)
-    """optim_grads: shard gradients, too, and reduce those of each microbatch at once; null: each rank has all gradients
-    and reduces them once a step. Weights are whole in both."""
+    """optim_grads: shard gradients, too, and reduce those of each microbatch at once; optim_grads_params: shard weights
+    as well, and gather a layer's when it computes; null: each rank has all of both."""
     overlap_grad_reduce: bool = key(planned=True, core=["DistributedDataParallelConfig"])
     """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = key(planned=True, core=["DistributedDataParallelConfig", "OptimizerConfig"])

@@ -12,7 +12,7 @@ from gpt_pretrain.features.fp8_attention import Fp8Attention
 from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.features.of_extensions import extension_features
 from gpt_pretrain.features.qkv_rope import QkvRope
-from gpt_pretrain.features.sharded_gradients import ShardedGradients
+from gpt_pretrain.features.sharded_gradients import ShardedGradients, ShardedWeights
 from gpt_pretrain.features.small_states import SmallStates
 from gpt_pretrain.features.user_buffers import UserBuffers
 from gpt_pretrain.run.platform import Library
@@ -27,6 +27,7 @@ _OWN: tuple[Feature, ...] = (
     UserBuffers(),
     SmallStates(),
     ShardedGradients(),
+    ShardedWeights(),
 )
 LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in _OWN if feature.library is not None)
 

@@ -1,4 +1,4 @@
-"""`model.data_parallel_sharding_strategy`: a rank keeps its part of the gradients (`megatron.sharded_gradients`)."""
+"""`model.data_parallel_sharding_strategy`: gradients, or weights too, of which a rank keeps its part."""
 
 from collections.abc import Iterator
 from typing import override
@@ -29,3 +29,9 @@ class ShardedGradients(Feature):
         if model.overlap_moe_expert_parallel_comm:
             why = "a layer's weight gradients are put off until others' are computed, and they use its memory"
             yield "model.overlap_moe_expert_parallel_comm=true", why, "model.overlap_moe_expert_parallel_comm=false"
+
+
+class ShardedWeights(ShardedGradients):
+    """Weights that are gathered when their layer computes, too."""
+
+    asked = ShardingStrategy.optim_grads_params

@@ -89,6 +89,9 @@ STORED_WEIGHT = Comparison(
     bound="equal for some value within 2^-22; Transformer Engine first rounds the master to the weight's type",
     stops=True,
 )
+GATHERED_WEIGHT = Comparison(
+    what="sharded weights that passes read, with the parts that their ranks keep", bound="the same bytes", stops=True
+)
 OUTPUT = Comparison(
     what="output that a layer passes on, with the result of its forward product",
     bound="equal",
@@ -142,6 +145,7 @@ COMPARISONS = (
     RANKS,
     RESUMED_STATE,
     STORED_WEIGHT,
+    GATHERED_WEIGHT,
     OUTPUT,
     OPERANDS_OF_WGRAD,
     RESULT,

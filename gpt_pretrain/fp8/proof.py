@@ -20,7 +20,15 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.optimizer import MegatronOptimizer
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.fp8.comparisons import ATTENTION, PRODUCTS, RECIPE, RESUMED_STATE, STORAGE, Difference
+from gpt_pretrain.fp8.comparisons import (
+    ATTENTION,
+    GATHERED_WEIGHT,
+    PRODUCTS,
+    RECIPE,
+    RESUMED_STATE,
+    STORAGE,
+    Difference,
+)
 from gpt_pretrain.fp8.delayed import state_digest
 from gpt_pretrain.fp8.gemms import Phase, Product
 from gpt_pretrain.fp8.local_layers import live_linears
@@ -143,6 +151,8 @@ class Proof:
         self._settings = settings
         self._optimizer = optimizer
         self._chunks = model.gpt_chunks
+        # Where weights are sharded: what passes make whole.
+        self._gathered = [chunk.weights for chunk in model.chunks if getattr(chunk, "weights", None) is not None]
         self._high = str(model.transformer_config.params_dtype).removeprefix("torch.")
         self._modules = {name: module for chunk in self._chunks for name, module in whole_model_modules(chunk)}
         held = {layer.layer_number - 1 for chunk in self._chunks for layer in chunk.decoder.layers}
@@ -179,6 +189,8 @@ class Proof:
     def watching(self) -> Iterator[None]:
         """Watches the training step inside, which `judge` compares with the plan."""
         with ExitStack() as stack:
+            for weights in self._gathered:
+                stack.enter_context(weights.counted())
             if self._values is not None:
                 stack.enter_context(self._values.watching())
             asks_result = None if self._values is None else self._values.asks_result
@@ -236,6 +248,14 @@ class Proof:
 
     def _differences(self) -> Iterator[Difference]:
         yield from self._changed_states
+        if off := sum(int(weights.num_off) for weights in self._gathered):
+            yield Difference(
+                comparison=GATHERED_WEIGHT,
+                module="sections of sharded weights",
+                what="weights that layers read",
+                planned="the parts of all ranks",
+                live=f"{off} others",
+            )
         for name, linear in self._planned.items():
             module = self._modules.get(name)
             if module is None:

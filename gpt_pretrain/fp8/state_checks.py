@@ -45,7 +45,7 @@ from gpt_pretrain.fp8.gemms import (
     role_name,
     spread_over_blocks,
 )
-from gpt_pretrain.megatron.stored_weights import StoredWeight
+from gpt_pretrain.megatron.stored_weights import StoredWeight, own_codes
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import Linear
 
@@ -303,15 +303,10 @@ class _Shard:
         """Whether the weight belongs to a local layer, not Transformer Engine's."""
         return isinstance(self.weight, StoredWeight)
 
-    def _own(self, values: torch.Tensor) -> torch.Tensor:
-        return values.reshape(-1)[self.start : self.start + self.master.numel()]
-
     @property
     def codes(self) -> torch.Tensor:
         """uint8 [n]."""
-        if self.is_of_local_layer:
-            return self._own(self.weight.codes)
-        return self._own(self.weight._data if hasattr(self.weight, "_data") else self.weight._rowwise_data)
+        return own_codes(self.weight, self.start, self.master.numel())
 
     @property
     def scale(self) -> torch.Tensor:
@@ -321,7 +316,8 @@ class _Shard:
         if hasattr(self.weight, "_scale_inv"):
             return self.weight._scale_inv.reciprocal()  # type: ignore[no-any-return]
         blocks: torch.Tensor = self.weight._rowwise_scale_inv.reciprocal()
-        return self._own(spread_over_blocks(blocks, (_BLOCK, _BLOCK), self.weight.shape))
+        factors = spread_over_blocks(blocks, (_BLOCK, _BLOCK), self.weight.shape).reshape(-1)
+        return factors[self.start : self.start + self.master.numel()]
 
     def count_off(self) -> torch.Tensor:
         """Number of codes that are not their masters', int64 []."""

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel
-from gpt_pretrain.config.derived import shards_gradients
+from gpt_pretrain.config.derived import shards_gradients, shards_weights
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.megatron.core_fields import (
     ActivationFunction,
@@ -142,11 +142,17 @@ class Model:
 
     @contextmanager
     def gathered_parameters(self) -> Iterator[None]:
-        """Inside, all ranks hold the newest parameters, for readers outside of training steps.
+        """Inside, all ranks hold the newest parameters whole, for readers and writers outside of training steps.
 
         With `overlap_param_gather` each rank has its own new shard after a step, and the next training forward pass
-        gathers the rest. A validation or a checkpoint in between would see old ones.
+        gathers the rest. A validation or a checkpoint in between would see old ones, or none if weights are sharded.
         """
+        if shards_weights(self.spec.model):
+            with ExitStack() as stack:
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.weights.gathered())
+                yield
+            return
         overlapped = self.chunks[0].ddp_config.overlap_param_gather
         if overlapped:
             for chunk in self.chunks:
@@ -218,7 +224,7 @@ def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model
         transformer_config.no_sync_func = no_sync[0] if len(chunks) == 1 else no_sync
         if len(chunks) > 1 and not shards_gradients(spec.model):
             transformer_config.grad_sync_func = [chunk.start_grad_sync for chunk in chunks]
-    if spec.model.overlap_param_gather and len(chunks) > 1:
+    if spec.model.overlap_param_gather and len(chunks) > 1 and not shards_weights(spec.model):
         transformer_config.param_sync_func = [chunk.start_param_sync for chunk in chunks]
     linear = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.linear
     return Model(

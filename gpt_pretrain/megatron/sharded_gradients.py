@@ -24,7 +24,7 @@ An embedding that is also the head of the same chunk gets gradients at both ends
 its own. The LM head's loss computes gradients in the forward pass, so the first section opens before that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -34,19 +34,22 @@ import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer import distrib_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer, Range
 from megatron.core.transformer import TransformerConfig
 from torch.distributed import ReduceOp
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from gpt_pretrain.config.choices import ShardingStrategy
 from gpt_pretrain.launch.patches import GRADIENT_BUFFERS, patched
-from gpt_pretrain.megatron.gradient_sections import (
+from gpt_pretrain.megatron.section_buffers import (
     SectionBucket,
     SectionedBuffer,
     allocate,
     cut_into_sections,
     lay_out,
 )
+from gpt_pretrain.megatron.sharded_weights import WeightSection, WholeWeights
 
 
 class _BucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
@@ -187,10 +190,33 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
             parameter: part
             for group in self._groups
             for bucket in group.buckets
-            for parameter, part in bucket.parts(group.intra_distributed_optimizer_instance_rank)
+            for parameter, part in bucket.parts(bucket.total)
         }
+        self.weights: WholeWeights | None = None
+        """None: weights are always whole."""
+        if ddp_config.data_parallel_sharding_strategy == ShardingStrategy.optim_grads_params.value:
+            self.weights = self._share_weights_out(chunk)
         if chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(self._before_head)
+
+    def _share_weights_out(self, chunk: Any) -> WholeWeights:
+        """Weights that are whole in turn, in the sections of the gradients."""
+        sections = [
+            WeightSection([(each.intra_distributed_optimizer_instance_group, each.buckets) for each in section.groups])
+            for section in self.sections
+        ]
+        num_in_turn = len(self._in_turn)
+        # A pass begins with the section whose gradients come last.
+        forward = sections[:num_in_turn][::-1]
+        weights = WholeWeights(forward, sections[num_in_turn:], prefetches=self.ddp_config.overlap_param_gather)
+        # A tied embedding is whole all along, once a pass has begun.
+        for name, index in (("embedding", 0), ("output_layer", num_in_turn - 1)):
+            if (module := getattr(chunk, name, None)) is not None:
+                weights.watch(module, index)
+        for layer in chunk.decoder.layers:
+            groups = [self.param_to_bucket_group[each] for each in layer.parameters() if each.requires_grad]
+            weights.watch(layer, num_in_turn - 1 - groups[0].section_index)
+        return weights
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """The module's."""
@@ -235,6 +261,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         super().zero_grad_buffer()
         for parameter, gradient in self._whole.items():
             parameter.main_grad = gradient
+        if self.weights is not None:
+            self.weights.begin_step()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Ends a step's exchanges: `main_grad` becomes the rank's part, [n], of each parameter's gradient.
@@ -252,11 +280,37 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         for parameter, part in self._parts.items():
             parameter.main_grad = part
 
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Makes whole weights follow the parts that the optimizer has written."""
+        if self.weights is None:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+        else:
+            self.weights.forget()
+
+    def _start_bucket_group_param_sync(self, bucket_group: _BucketGroup, force_sync: bool) -> None:
+        if self.weights is None:
+            super()._start_bucket_group_param_sync(bucket_group, force_sync)
+
+    def enable_forward_pre_hook(self) -> None:
+        """Sharded weights have hooks of their own."""
+        if self.ddp_config.data_parallel_sharding_strategy != ShardingStrategy.optim_grads_params.value:
+            super().enable_forward_pre_hook()
+
 
 class _PartReader(DistributedOptimizer):  # type: ignore[misc]
-    """Reads `main_grad` as the rank's part of a gradient."""
+    """Reads `main_grad` as the rank's part of a gradient, and writes the rank's part of weights that are sharded."""
 
     _reads_parts = False
+
+    @classmethod
+    def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
+        groups = super()._build_model_and_main_param_groups(*args, **kwargs)
+        of_model_16, of_model_32, of_rank_16, of_rank_32, _ = groups
+        for parameter, part in (*_pairs(of_model_16, of_rank_16), *_pairs(of_model_32, of_rank_32)):
+            if hasattr(parameter, "own_part") and not is_float8tensor(parameter):
+                # What the optimizer writes moves with it.
+                parameter.own_part = part
+        return groups
 
     def _copy_model_grads_to_main_grads(self) -> None:
         self._reads_parts = True
@@ -266,6 +320,35 @@ class _PartReader(DistributedOptimizer):  # type: ignore[misc]
     def _get_model_param_range_map(self, param: torch.nn.Parameter) -> dict[str, Range]:
         ranges: dict[str, Range] = super()._get_model_param_range_map(param)
         return {"param": Range(0, ranges["param"].size)} if self._reads_parts else ranges
+
+    def _copy_main_params_to_model_params(self) -> None:
+        if self.is_stub_optimizer or self.config.use_precision_aware_optimizer or not self._shards_weights:
+            super()._copy_main_params_to_model_params()
+            return
+        if self.ddp_config.fp8_param_gather:
+            distrib_optimizer.quantize_param_shard(
+                *self._get_fp8_params_and_shard_fp32_from_fp8(), self.data_parallel_group
+            )
+        for parameter, master in _pairs(self.model_float16_groups, self.shard_fp32_from_float16_groups):
+            if not is_float8tensor(parameter):
+                parameter.own_part.copy_(master)
+
+    def step_with_ready_grads(self) -> bool:
+        """See megatron-core's."""
+        updated: bool = super().step_with_ready_grads()
+        if self._shards_weights:
+            for chunk in self.model_chunks:
+                chunk.weights.forget()
+        return updated
+
+    @property
+    def _shards_weights(self) -> bool:
+        return any(chunk.weights is not None for chunk in self.model_chunks)
+
+
+def _pairs(groups: Iterable[Any], others: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    for group, other in zip(groups, others, strict=True):
+        yield from zip(group, other, strict=True)
 
 
 @cache

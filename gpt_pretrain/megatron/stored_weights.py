@@ -153,6 +153,17 @@ def _write_codes(codes: torch.Tensor, values: torch.Tensor, scale: torch.Tensor)
     codes.view(torch.float8_e4m3fn).copy_(values.float() * scale)
 
 
+def own_codes(weight: Any, start: int, size: int) -> torch.Tensor:
+    """The codes, uint8 [size], of this rank's part of an FP8 weight, which starts at the value `start`."""
+    # A weight that is not whole has its part elsewhere.
+    own: torch.Tensor | None = getattr(weight, "own_part", None)
+    if own is not None:
+        return own
+    names = [name for name in ("codes", "_data", "_rowwise_data") if hasattr(weight, name)]
+    whole: torch.Tensor = getattr(weight, names[0])
+    return whole.reshape(-1)[start : start + size]
+
+
 def _cast_stored(weights: Sequence[StoredWeight], masters: _Masters, starts: _Starts, group: _Group) -> None:
     """`cast_masters` for stored weights."""
     held = [(index, master) for index, master in enumerate(masters) if master is not None]
@@ -170,7 +181,7 @@ def _cast_stored(weights: Sequence[StoredWeight], masters: _Masters, starts: _St
     for index, master in held:
         weight, start = weights[index], starts[index]
         assert start is not None
-        codes = weight.codes.view(-1)[start : start + master.numel()]
+        codes = own_codes(weight, start, master.numel())
         for piece, values in zip(codes.split(_PIECE), master.view(-1).split(_PIECE), strict=True):
             _write_codes(piece, values, weight.scale)
 
@@ -215,7 +226,7 @@ def _cast_part(
     if master is None:
         return
     assert start is not None
-    codes = weight._data.view(-1)[start : start + master.numel()]
+    codes = own_codes(weight, start, master.numel())
     quantizer = Float8Quantizer(scale=scale, amax=amax, fp8_dtype=weight._fp8_dtype, columnwise=False)
     # Rounded to BF16 first, so the codes are those of a run without FP8 parameters.
     quantizer.update_quantized(master.to(weight.dtype), quantizer.create_tensor_from_data(codes, weight.dtype))
@@ -280,8 +291,16 @@ def cast_masters(weights: Sequence[Any], masters: _Masters, starts: _Starts, gro
         cast = _cast_tensorwise
     else:
         # Weights in blocks. TE raises an error for a quantizer that it cannot cast this way.
-        cast = quantize_param_shard
+        cast = _cast_blocks
     cast(weights, masters, starts, group)
+
+
+def _cast_blocks(weights: Sequence[Any], masters: _Masters, starts: _Starts, group: _Group) -> None:
+    parts = [
+        None if master is None or start is None else own_codes(weight, start, master.numel())
+        for weight, master, start in zip(weights, masters, starts, strict=True)
+    ]
+    quantize_param_shard(weights, masters, starts, group, parts)
 
 
 def _what_is_missing() -> list[str]:

@@ -9,9 +9,10 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients
+from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients, shards_weights
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.stages import (
@@ -33,7 +34,7 @@ from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
-from gpt_pretrain.run.sections import group_layers, place_in_turn
+from gpt_pretrain.run.sections import group_layers
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -52,6 +53,7 @@ ITEMS = (
     "weights",
     "FP8 weights",
     "FP8 copies of weights",
+    "weights being read",
     "gradients",
     "gradients being reduced",
     "masters",
@@ -59,6 +61,7 @@ ITEMS = (
     "activations",
     "logits and loss",
     "backward pass",
+    "whole weights",
     "uneven experts",
     "gradients in fp32",
     "placeholders of gradients",
@@ -124,14 +127,17 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     return {"masters": updated * master, "moments": updated * moments}
 
 
-def _section_values(spec: RunSpec, stage: Stage) -> int:
-    """Values in the memory of whole gradients that sections share (`megatron.gradient_sections`)."""
+def _section_values(spec: RunSpec, stage: Stage, *, table_bytes: float = 1, weight_bytes: float = 1) -> float:
+    """Values of the two neighboring sections that are largest, and of what is whole beside them, in all chunks.
+
+    Given sizes of a value of embedding and head, and of layers, it is bytes (`run.sections`).
+    """
     model, layout = spec.model, spec.layout
-    table = padded_vocab_size(model) // layout.tp * model.hidden_size
+    table = table_bytes * padded_vocab_size(model) // layout.tp * model.hidden_size
     first, last = stage.index == 0, stage.index == layout.pp - 1
     tied = model.share_embeddings_and_output_weights and first and last
     # A tied embedding has memory of its own.
-    values = table if tied else 0
+    values: float = table if tied else 0
     sizes = [layer_parameters(model, layer) for layer in stage.layers.values()]
     # The backward pass of a chunk goes through it from the last layer to the first.
     chunks = [
@@ -139,10 +145,11 @@ def _section_values(spec: RunSpec, stage: Stage) -> int:
     ]
     for index, layers in enumerate(chunks):
         groups = group_layers(layers, ddp_bucket_size(model, layout.shards) or sum(layers))
-        sections = [sum(layers[layer] for layer in group) for group in groups]
+        sections = [weight_bytes * sum(layers[layer] for layer in group) for group in groups]
         head = [table] if last and index == len(chunks) - 1 and not tied else []
         embedding = [table] if first and index == 0 and not tied else []
-        values += place_in_turn([*head, *sections, *embedding])[1]
+        in_turn = [*head, *sections, *embedding]
+        values += max([*map(sum, pairwise(in_turn)), *in_turn], default=0)
     return values
 
 
@@ -154,14 +161,38 @@ def _gradient_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     return {"gradients": own * size, "gradients being reduced": shared * size}
 
 
+def _sharded_weight_items(
+    spec: RunSpec, stage: Stage, stored: int, read_in_fp8: int, copies: float
+) -> dict[str, float]:
+    """The rank's part of weights, and those that passes make whole; `stored` of them are stored in FP8."""
+    element, own = element_bytes(spec), stage.optimizer_parameters(spec) / stage.num_parameters
+    fp8_share = stored / sum(linear.num_weights for linear in stage.linears)
+    in_use = _section_values(spec, stage, table_bytes=element, weight_bytes=element - (element - 1) * fp8_share)
+    items = {"weights": own * element * (stage.num_parameters - stored), "FP8 weights": own * stored}
+    if not stored:
+        items["FP8 copies of weights"] = read_in_fp8 * copies
+    elif spec.fp8 is not None and spec.fp8.in_local_layers:
+        # Local layers make transposes once a step.
+        items["FP8 copies of weights"] = stored * (copies - 1)
+    else:
+        in_use += stored / len(stage.layers) * (copies - 1)
+    return items | {"weights being read": in_use}
+
+
 def _parameter_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     fp8, element = held_fp8(spec), element_bytes(spec)
     stored = 0 if fp8 is None else stage.fp8_weights
     in_fp8 = fp8 is not None and fp8.params
     copies = 0.0 if fp8 is None else _weight_copies(fp8, spec.platform)
+    if shards_weights(spec.model):
+        weights = _sharded_weight_items(spec, stage, stored if in_fp8 else 0, stored, copies)
+    else:
+        weights = {
+            "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
+            "FP8 weights" if in_fp8 else "FP8 copies of weights": stored * copies,
+        }
     return {
-        "weights": element * (stage.num_parameters - (stored if in_fp8 else 0)),
-        "FP8 weights" if in_fp8 else "FP8 copies of weights": stored * copies,
+        **weights,
         **_gradient_items(spec, stage),
         **_optimizer_items(spec, stage),
     }
@@ -249,8 +280,13 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     if element_bytes(spec) == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
         copies = 4 * stage.optimizer_parameters(spec)
+    # For a save or a validation, which need few activations.
+    whole = items.get("weights", 0.0) + items.get("FP8 weights", 0.0) if shards_weights(model) else 0.0
+    whole *= stage.num_parameters / stage.optimizer_parameters(spec)
     if copies > uneven_peak:
         items["gradients in fp32"] = copies
+    elif whole > uneven_peak:
+        items["whole weights"] = whole
     else:
         items |= {**even, "uneven experts": uneven_peak - sum(even.values())}
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)

@@ -14,7 +14,7 @@ from operator import attrgetter
 from typing import Any
 
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod, ShardingStrategy
-from gpt_pretrain.config.derived import shards_gradients, uses_distributed_optimizer
+from gpt_pretrain.config.derived import shards_weights, uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
@@ -80,9 +80,11 @@ def _changes(spec: RunSpec) -> Iterator[dict[str, Any]]:
         yield {"activations_checkpoint_granularity": RecomputeGranularity.selective}
     if sharded:
         yield sharded
-    if spec.layout.shards > 1 and not shards_gradients(model):
+    if spec.layout.shards > 1:
         overlapped = {} if model.overlap_grad_reduce else {"overlap_grad_reduce": True}
-        yield {**sharded, "data_parallel_sharding_strategy": ShardingStrategy.optim_grads, **overlapped}
+        for strategy in ShardingStrategy:
+            if not (shards_weights(model) or strategy is model.data_parallel_sharding_strategy):
+                yield {**sharded, "data_parallel_sharding_strategy": strategy, **overlapped}
     if not model.optim.use_precision_aware_optimizer:
         # With the default fp32 states and remainders, nothing is rounded that was not rounded before.
         yield {**sharded, "optim": replace(model.optim, use_precision_aware_optimizer=True)}

@@ -6,7 +6,7 @@ divisions of widths, heads and sequences.
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity, ShardingStrategy
+from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
@@ -125,11 +125,6 @@ def gradients(model: ModelConfig) -> Iterator[str]:
         yield (
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
-        )
-    if model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params:
-        yield (
-            "model.data_parallel_sharding_strategy=optim_grads_params is not implemented: every rank holds all "
-            "weights; use optim_grads (parallelism=zero2), or null"
         )
 
 

@@ -32,6 +32,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.own_layers import live_layers
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
+from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.megatron.whole_layers import without_graphs
@@ -172,12 +173,13 @@ def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Paramet
 
 
 @torch.no_grad()
-def weights_are_finite(chunks: Sequence[MegatronModule]) -> bool:
+def weights_are_finite(model: Model) -> bool:
     """Whether no weight of any rank is NaN or infinite; every rank calls it and waits for the device."""
     total = torch.zeros(1, device=torch.cuda.current_device())
-    for chunk in chunks:
-        for parameter in chunk.parameters():
-            total += 0.0 * parameter.detach().abs().sum(dtype=torch.float32)
+    with model.gathered_parameters():
+        for chunk in model.gpt_chunks:
+            for parameter in chunk.parameters():
+                total += 0.0 * parameter.detach().abs().sum(dtype=torch.float32)
     torch.distributed.all_reduce(total)
     return bool(torch.isfinite(total).item())
 

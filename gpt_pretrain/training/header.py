@@ -13,6 +13,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
     shards_gradients,
+    shards_weights,
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.errors import ConfigError, counted, written
@@ -152,6 +153,8 @@ def describe_fp8(spec: RunSpec) -> str:
 
 
 def _describe_sharding(model: ModelConfig) -> str:
+    if shards_weights(model):
+        return ", weights, gradients and optimizer states sharded"
     if shards_gradients(model):
         return ", gradients and optimizer states sharded"
     return ", distributed optimizer" if uses_distributed_optimizer(model) else ""

@@ -249,7 +249,7 @@ class Trainer:
         # A state with a spike is not saved, and a resumed run needs the losses up to here to find spikes.
         self._log_guarded(self._guard.read())
         self._log_fp8()
-        if not weights_are_finite(self._trainable.model.gpt_chunks):
+        if not weights_are_finite(self._trainable.model):
             first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
             raise NotFiniteError(
                 BadStep(step=self.progress.step, first_sample=first_sample),

@@ -1,8 +1,9 @@
 """How a model chunk is cut into sections (`run.sections`), and where their parameters and gradients lie.
 
 megatron-core's data parallelism lays out a buffer for each type of parameter, which it cuts into buckets of some size.
-Here a bucket is what a buffer has of one section. A buffer holds all weights, the rank's part of their gradients, and
-no whole gradients: these are in memory that sections use in turn. `sharded_gradients` trains with this layout.
+Here a bucket is what a buffer has of one section. A buffer holds the rank's part of gradients; whole ones are in memory
+that sections use in turn (`sharded_gradients`). Each bucket has its own memory of whole weights, which they may keep or
+give back while no layer reads them (`sharded_weights`).
 """
 
 import re
@@ -128,14 +129,23 @@ def allocate(layouts: Iterable[SectionedLayout], num_in_turn: int, dtype: torch.
 
 
 class SectionBucket(_ParamAndGradBucket):  # type: ignore[misc]
-    """A bucket whose `grad_data` is memory that sections share in turn."""
+    """A bucket whose `grad_data` is memory that sections share in turn.
 
+    The memory of its `param_data`, the whole weights, can be given back (`release`); then `kept` has the rank's part.
+    """
+
+    rank: int
+    """Among the ranks that have a part each."""
     own: torch.Tensor
     """The rank's part of `grad_data`, [values / ranks]: of one microbatch, once it is reduced."""
     total: torch.Tensor
     """The sum of these parts over a step's microbatches so far."""
     is_first = True
     """`total` is that of the step before."""
+    own_weights: torch.Tensor
+    """The rank's part of `param_data`, [values / ranks]."""
+    kept: torch.Tensor
+    """The same of weights that are not whole; without memory while they are."""
 
     def add_up(self) -> None:
         """Adds the reduced gradients of a microbatch to the sum, or begins it."""
@@ -146,18 +156,18 @@ class SectionBucket(_ParamAndGradBucket):  # type: ignore[misc]
             self.total.add_(self.own, alpha=self.gradient_scaling_factor)
         self.is_first = False
 
-    def parts(self, rank: int) -> Iterator[tuple[Any, torch.Tensor]]:
-        """The parts of `total` that are of one parameter, [n]; n is 0 where other ranks have all of it."""
-        size = self.total.numel()
+    def parts(self, of_rank: torch.Tensor) -> Iterator[tuple[Any, torch.Tensor]]:
+        """What of a rank's part, [values / ranks], is of each parameter, [n]; n is 0 where other ranks have all."""
+        size = of_rank.numel()
         for parameter, (start, end) in self.param_to_index.items():
-            first, last = max(start - rank * size, 0), min(end - rank * size, size)
-            yield parameter, self.total[first : max(first, last)] if first < size else self.total[:0]
+            first, last = max(start - self.rank * size, 0), min(end - self.rank * size, size)
+            yield parameter, of_rank[first : max(first, last)] if first < size else of_rank[:0]
 
 
 class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
-    """megatron-core's buffer of whole weights, and the rank's part of their gradients; arguments are megatron-core's.
+    """megatron-core's buffer of weights, and the rank's part of their gradients; arguments are megatron-core's.
 
-    `grad_data`, [values / ranks], is the buckets' `total`.
+    `grad_data`, [values / ranks], is the buckets' `total`. There is no `param_data`: buckets have their own.
     """
 
     def __init__(  # noqa: PLR0917  # megatron-core passes them by position
@@ -186,29 +196,18 @@ class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         self.numel_unpadded = sum(param_layout.per_bucket_numel_unpadded)
         self.extra_main_grads: list[torch.Tensor] = []
         self.has_nvfp4_params = False
+        self.param_data = None
         device = torch.cuda.current_device()
-        self.param_data = torch.zeros(self.numel, dtype=param_dtype, device=device)
         self.grad_data = torch.zeros(self.numel // self.data_parallel_world_size, dtype=grad_dtype, device=device)
-        self._move_weights()
         self.buckets = [self._bucket(index, param_layout) for index in range(len(self.bucket_indices))]
         self.param_to_bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params_list}
-
-    def _move_weights(self) -> None:
-        """Makes the parameters views of `param_data`."""
-        for parameter, (start, end, _) in self.param_index_map.items():
-            place = self.param_data[start:end].view(parameter.shape)
-            if is_float8tensor(parameter):
-                modify_underlying_storage(parameter, place)
-            else:
-                place.copy_(parameter.data)
-                parameter.data = place
 
     def _bucket(self, index: int, layout: SectionedLayout) -> SectionBucket:
         start, end = self.bucket_indices[index]
         ranks, rank = self.data_parallel_world_size, self.data_parallel_group.rank()
         bucket = SectionBucket(
             params=[parameter for parameter, (_, _, own) in self.param_index_map.items() if own == index],
-            param_data=self.param_data[start:end],
+            param_data=torch.zeros(end - start, dtype=self.param_dtype, device=torch.cuda.current_device()),
             grad_data=layout.gradients[index],
             offset=start,
             numel_unpadded=layout.per_bucket_numel_unpadded[index],
@@ -217,10 +216,18 @@ class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
             param_index_map=self.param_index_map,
             params_with_extra_main_grads=[],
         )
+        bucket.rank = rank
         bucket.own = bucket.grad_data.chunk(ranks)[rank]
         bucket.total = self.grad_data[start // ranks : end // ranks]
+        bucket.own_weights = bucket.param_data.chunk(ranks)[rank]
         for parameter, (first, last) in bucket.param_to_index.items():
             parameter.main_grad = bucket.grad_data[first:last].view(parameter.shape)
+            place = bucket.param_data[first:last].view(parameter.shape)
+            if is_float8tensor(parameter):
+                modify_underlying_storage(parameter, place)
+            else:
+                place.copy_(parameter.data)
+                parameter.data = place
         return bucket
 
     def reset(self) -> None:
