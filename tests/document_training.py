@@ -19,7 +19,7 @@ from gpt_pretrain.data.documents import document_borders
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, sum_over
 from gpt_pretrain.training.inference import forward_pass
 from gpt_pretrain.training.step import train_step
 from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
@@ -34,10 +34,23 @@ DOCUMENTS = (
     "model.init_method_std=0.2",
     MASKED,
 )
-# Of two samples of 32: some of one token, at the start, in between and at the end, and a sample of a single document.
-LENGTHS = ((1, 9, 1, 14, 6, 1), (32,))
+# Of two samples of 32 or 128: some of one token, at the start, in between and at the end, and a sample of a single
+# document. No number of ranks divides them.
+LENGTHS = {32: ((1, 9, 1, 14, 6, 1), (32,)), 128: ((1, 37, 1, 58, 30, 1), (128,))}
 # The document that is changed, in the first sample.
 CHANGED = 3
+
+_ON_GPU = (
+    "trainer.precision=bf16",
+    "model.num_attention_heads=4",
+    "model.num_query_groups=2",
+    "model.hidden_size=256",
+    "model.ffn_hidden_size=512",
+    "model.encoder_seq_length=128",
+    "model.max_position_embeddings=128",
+    # Larger weights saturate the softmax.
+    "model.init_method_std=0.1",
+)
 
 MODELS: dict[str, Sequence[str]] = {
     "rope": (),
@@ -59,29 +72,47 @@ MODELS: dict[str, Sequence[str]] = {
 }
 
 
+# On GPUs, with Transformer Engine's layers where nothing else is said.
+GPU_MODELS: dict[str, Sequence[str]] = {
+    "te_bf16": (),
+    "te_learned": ("model.position_embedding_type=learned_absolute",),
+    "te_delayed": ("fp8=delayed",),
+    "te_stored": ("fp8=delayed", "model.fp8_params=true"),
+    "te_blockwise": ("fp8=blockwise",),
+    "te_experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=512"),
+    "te_recomputed": MODELS["recomputed"],
+    "te_flash": ("model.use_flash_attention=true",),
+    "te_flash_delayed": ("model.use_flash_attention=true", "fp8=delayed"),
+    "local": ("model.transformer_engine=false",),
+    "torchao": ("fp8=torchao_rowwise",),
+}
+
+
 def config_of(case: str) -> Config:
     """Of "MODEL", or "MODEL.LAYOUT"."""
     model, _, layout = case.partition(".")
-    return compose_quickly([*DOCUMENTS, *MODELS[model], *([f"parallelism={layout}"] if layout else ())])
+    overrides = MODELS[model] if model in MODELS else (*_ON_GPU, *GPU_MODELS[model])
+    return compose_quickly([*DOCUMENTS, *overrides, *([f"parallelism={layout}"] if layout else ())])
 
 
 def tokens_and_positions(config: Config) -> tuple[torch.Tensor, torch.Tensor]:
     """Random tokens [b, s], and positions that restart in each document."""
-    generator = torch.Generator().manual_seed(11)
-    tokens = torch.randint(config.model.vocab_size, (len(LENGTHS), 32), generator=generator)
-    positions = torch.stack([torch.cat([torch.arange(length) for length in sample]) for sample in LENGTHS])
-    return tokens, positions
+    generator, samples = torch.Generator().manual_seed(11), LENGTHS[config.model.encoder_seq_length]
+    tokens = torch.randint(config.model.vocab_size, (2, sum(samples[0])), generator=generator)
+    positions = torch.stack([torch.cat([torch.arange(length) for length in sample]) for sample in samples])
+    device = detect_platform().device
+    return tokens.to(device), positions.to(device)
 
 
-def borders() -> list[tuple[int, int]]:
+def borders(config: Config) -> list[tuple[int, int]]:
     """First token of each document of the samples end to end, and the one after its last."""
-    lengths = [length for sample in LENGTHS for length in sample]
+    lengths = [length for sample in LENGTHS[config.model.encoder_seq_length] for length in sample]
     return list(pairwise(accumulate(lengths, initial=0)))
 
 
-def changed(tokens: torch.Tensor) -> torch.Tensor:
+def changed(tokens: torch.Tensor, config: Config) -> torch.Tensor:
     """The same tokens, but for those of one document."""
-    begin, end = borders()[CHANGED]
+    begin, end = borders(config)[CHANGED]
     others = tokens.clone()
     others.view(-1)[begin:end] = (others.view(-1)[begin:end] + 17) % 128
     return others
@@ -89,16 +120,22 @@ def changed(tokens: torch.Tensor) -> torch.Tensor:
 
 def compute_logits(training: Training, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:
     """Logits [b · s, vocab] of samples as training sees them, on the ranks of the last stage; every rank calls it."""
-    device = detect_platform().device
-    packed, places = (each.view(1, -1).to(device) for each in (tokens, positions))
-    inside = document_borders(positions).to(device)
+    inside = document_borders(positions)
+    packed = {"tokens": tokens.view(1, -1), "positions": positions.view(1, -1)}
+    order = torch.arange(tokens.numel(), device=tokens.device).view(1, -1)
+    here = context_parallel_slices({**packed, "order": order})
     found = forward_pass(
         training.trainable.model.chunks,
         training.config.model,
-        packed.shape,
-        lambda chunk: chunk(packed, places, inside),
+        packed["tokens"].shape,
+        lambda chunk: chunk(here["tokens"], here["positions"], inside),
     )
-    return None if found is None else gather_from_tensor_model_parallel_region(found)[0].float().cpu()
+    if found is None:
+        return None
+    logits = gather_from_tensor_model_parallel_region(found)[0].float()
+    whole = logits.new_zeros(tokens.numel(), logits.size(1)).index_copy(0, here["order"][0], logits)
+    sum_over(parallel_state.get_context_parallel_group(), whole)
+    return whole.cpu()
 
 
 def batches_of(config: Config, tokens: torch.Tensor, positions: torch.Tensor) -> Iterator[Batch]:
@@ -108,10 +145,16 @@ def batches_of(config: Config, tokens: torch.Tensor, positions: torch.Tensor) ->
         yield Batch(
             tokens=tokens,
             labels=tokens.roll(-1, dims=1),
-            loss_mask=torch.ones(tokens.shape),
+            loss_mask=torch.ones(tokens.shape, device=tokens.device),
             position_ids=positions,
             document_borders=document_borders(positions),
         )
+
+
+def _scales(chunk: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """What FP8 layers keep besides weights."""
+    state = {name: each for name, each in chunk.state_dict().items() if name.endswith("_extra_state")}
+    return {name: each.clone() for name, each in state.items() if isinstance(each, torch.Tensor)}
 
 
 @torch.no_grad()
@@ -119,16 +162,27 @@ def look(training: Training) -> dict[str, Any]:
     """Logits of the documents, and of them with one changed; process groups are open."""
     tokens, positions = tokens_and_positions(training.config)
     training.trainable.model.eval()
-    # The first pass of delayed scaling has other scales than the later ones.
+    # The first pass of delayed scaling has other scales than the later ones, and each pass moves its state on.
     compute_logits(training, tokens, positions)
-    states = [chunk.state_dict() for chunk in training.chunks]
-    kept = [{name: each.clone() for name, each in state.items() if isinstance(each, torch.Tensor)} for state in states]
+    states = [_scales(chunk) for chunk in training.chunks]
     seen = {"logits": compute_logits(training, tokens, positions)}
-    for chunk, state in zip(training.chunks, kept, strict=True):
+    for chunk, state in zip(training.chunks, states, strict=True):
         chunk.load_state_dict(state, strict=False)
-    seen["changed"] = compute_logits(training, changed(tokens), positions)
+    seen["changed"] = compute_logits(training, changed(tokens, training.config), positions)
     training.trainable.model.train()
     return seen
+
+
+def differences(seen: dict[str, Any], config: Config) -> list[float]:
+    """The largest difference between the logits of each document before and after one was changed."""
+    return [(seen["logits"][a:b] - seen["changed"][a:b]).abs().max().item() for a, b in borders(config)]
+
+
+def assert_only_the_changed_one_differs(seen: dict[str, Any], config: Config) -> None:
+    """Not in one bit."""
+    found = differences(seen, config)
+    assert found[CHANGED] > 0.1
+    assert [index for index, difference in enumerate(found) if difference] == [CHANGED]
 
 
 def train_and_look(config: Config) -> dict[str, Any]:

@@ -97,6 +97,12 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
+def _describe_attention_flops(model: ModelConfig) -> str:
+    if model.data.inter_document_masking:
+        return "of samples of one document; a step's TFLOP/s count documents by their lengths"
+    return "causal attention halved"
+
+
 def _describe_data(setup: Setup) -> dict[str, str]:
     model, corpus = setup.spec.model, setup.corpus
     # Presets for eight and more GPUs turn it off, because their default corpus is too small.
@@ -181,7 +187,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
-            "FLOPs per token": f"{flops_per_token(model):.3g} (causal attention halved)",
+            "FLOPs per token": f"{flops_per_token(model):.3g} ({_describe_attention_flops(model)})",
         },
         "layout": {
             "processes": f"{launch.world_size} on {counted(launch.num_nodes, 'node')}, {platform.device_name}",
