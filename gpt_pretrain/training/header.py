@@ -19,6 +19,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
@@ -118,6 +119,8 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     }
     if corpus.tokenizer is not None:
         described["tokenizer"] = f"{model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
+    if not off and (reason := why_unknown(corpus.tokenizer)) is not None:
+        described["bits per byte"] = f"not known: {reason}"
     return described
 
 
