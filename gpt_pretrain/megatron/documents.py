@@ -10,6 +10,7 @@ for tokens instead (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509): ea
 of the heads, by the same kernels as without context parallelism.
 """
 
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import pairwise
 from typing import Any, override
@@ -24,8 +25,28 @@ from gpt_pretrain.features.flash_attention import FlashAttention
 from gpt_pretrain.run.run_spec import RunSpec
 
 
+def attend_by_document(
+    attend: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    borders: torch.Tensor,
+) -> torch.Tensor:
+    """What `attend` makes of each document's queries, keys and values, [s, 1, heads · width] for the whole sequence.
+
+    Documents of one length go together, as a batch of `attend`: samples of a single document are most of them. The host
+    has to know the borders.
+    """
+    by_length: dict[int, list[int]] = {}
+    for begin, end in pairwise(borders.tolist()):
+        by_length.setdefault(end - begin, []).append(begin)
+    outputs: dict[int, torch.Tensor] = {}
+    for length, begins in by_length.items():
+        query, key, value = (torch.cat([each[at : at + length] for at in begins], dim=1) for each in inputs)
+        outputs.update(zip(begins, attend(query, key, value).split(1, dim=1), strict=True))
+    return torch.cat([outputs[begin] for begin in sorted(outputs)])
+
+
 class LocalDocumentAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
-    """megatron-core's attention, called for each document by itself."""
+    """megatron-core's attention, called for documents by themselves."""
 
     @override
     def forward(
@@ -35,8 +56,7 @@ class LocalDocumentAttention(DotProductAttention):  # type: ignore[misc]  # mega
         attend = partial(super().forward, attention_mask=None, **others)
         if attention_mask is None:
             return attend(query, key, value)  # type: ignore[no-any-return]
-        documents = pairwise(attention_mask.tolist())
-        return torch.cat([attend(query[a:b], key[a:b], value[a:b]) for a, b in documents])
+        return attend_by_document(attend, (query, key, value), attention_mask)
 
 
 def gather_sequence(tokens: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

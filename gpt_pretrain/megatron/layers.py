@@ -7,7 +7,7 @@ norms does not, and PyTorch's fused attention with `Kernels.torch_attention`.
 
 import re
 from collections.abc import Iterator
-from itertools import pairwise
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -32,7 +32,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.features.registry import used_features
-from gpt_pretrain.megatron.documents import document_attention
+from gpt_pretrain.megatron.documents import attend_by_document, document_attention
 from gpt_pretrain.megatron.own_model import own_layer
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -77,9 +77,8 @@ def attention_in_documents(
     Documents reach from one of `borders`, int32 [documents + 1], to the next, over at most `longest` tokens.
     """
     if not (query.is_cuda and query.element_size() == 2 and query.size(-1) % 8 == 0):
-        # No kernel takes them all: the host has to know the borders.
-        documents = pairwise(borders.tolist())
-        return torch.cat([causal_attention(query[a:b], key[a:b], value[a:b], scale) for a, b in documents])
+        # No kernel takes them all.
+        return attend_by_document(partial(causal_attention, scale=scale), (query, key, value), borders)
     heads = query.size(2) // key.size(2)
     # The kernel takes as many keys as queries.
     k, v = (each.squeeze(1).repeat_interleave(heads, dim=1) for each in (key, value))
