@@ -147,7 +147,7 @@ def batches_of(config: Config, tokens: torch.Tensor, positions: torch.Tensor) ->
             labels=tokens.roll(-1, dims=1),
             loss_mask=torch.ones(tokens.shape, device=tokens.device),
             position_ids=positions,
-            document_borders=document_borders(positions),
+            document_borders=document_borders(positions) if config.model.data.inter_document_masking else None,
         )
 
 
