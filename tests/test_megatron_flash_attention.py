@@ -3,6 +3,7 @@
 import importlib.metadata
 import sys
 from dataclasses import replace
+from itertools import pairwise
 from types import ModuleType
 
 import pytest
@@ -21,6 +22,18 @@ WITH_FLASH = replace(H200, libraries={"flash_attention": "4.0.0b36"})
 LLAMA = "model=llama3_8b", "data=mock"
 
 
+def _in_documents(query, key, value, scale, documents):
+    """What the package computes of packed documents [s, heads, width]."""
+    borders = documents.pop("cu_seqlens_q")
+    assert torch.equal(documents.pop("cu_seqlens_k"), borders)
+    assert documents == {"max_seqlen_q": 16, "max_seqlen_k": 16}
+    parts = [
+        attention_in_fp64(*(each[begin:end].unsqueeze(1) for each in (query, key, value)), scale).squeeze(1)
+        for begin, end in pairwise(borders.tolist())
+    ]
+    return torch.cat(parts).view(query.shape)
+
+
 @pytest.fixture
 def package(monkeypatch):
     """Stands for the package's two kernels on [b, s, heads, width], in fp64, and notes what they were called with."""
@@ -30,22 +43,27 @@ def package(monkeypatch):
             super().__init__("flash_attn.cute.interface")
             self.inputs, self.asked, self.gradients = [], [], []
 
-        def _flash_attn_fwd(self, query, key, value, *, softmax_scale, causal, return_lse):
+        def _flash_attn_fwd(self, query, key, value, *, softmax_scale, causal, return_lse, **documents):
             assert causal
             assert return_lse
             self.inputs.append((query, key, value))
+            if documents:
+                return _in_documents(query, key, value, softmax_scale, documents), torch.full((), 7.0)
             sequences_inside = [each.transpose(0, 1) for each in (query, key, value)]
             out = attention_in_fp64(*sequences_inside, softmax_scale).transpose(0, 1).reshape(query.shape)
             return out, torch.full((), 7.0), None, None, None
 
-        def _flash_attn_bwd(self, *tensors, softmax_scale, causal, deterministic, dq, dk, dv):
+        def _flash_attn_bwd(self, *tensors, softmax_scale, causal, deterministic, dq, dk, dv, **documents):
             assert causal
             query, key, value, out, dout, log_sum_exp = tensors
             assert log_sum_exp == 7.0
             inputs = [each.detach().requires_grad_() for each in (query, key, value)]
             with torch.enable_grad():
-                again = attention_in_fp64(*(each.transpose(0, 1) for each in inputs), softmax_scale)
-                again = again.transpose(0, 1).reshape(query.shape)
+                if documents:
+                    again = _in_documents(*inputs, softmax_scale, documents)
+                else:
+                    again = attention_in_fp64(*(each.transpose(0, 1) for each in inputs), softmax_scale)
+                    again = again.transpose(0, 1).reshape(query.shape)
             assert torch.equal(out, again)
             for into, gradient in zip((dq, dk, dv), torch.autograd.grad(again, inputs, dout), strict=True):
                 into.copy_(gradient)
@@ -67,6 +85,26 @@ def test_sequences_side_by_side_are_heads_of_one_sequence(package):
         {"shape": (1, each.length, each.batch * each.heads, each.width), "deterministic": False}
         for each in SHAPES.values()
     ]
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_packed_documents_are_given_as_they_are(package, together):
+    from gpt_pretrain.kernels.flash_attention import attention_in_documents
+
+    borders = torch.tensor([0, 1, 8, 24], dtype=torch.int32)
+    shape, width = (24, 1, 3), 8
+    projected = torch.randn(*shape, 3 * width, dtype=torch.float64)
+    parts = [each if together else each.contiguous() for each in projected.split(width, dim=-1)]
+    inputs = [each.detach().requires_grad_() for each in parts]
+    out = attention_in_documents(*inputs, SCALE, borders=borders, longest=16)
+    gradient = torch.randn(out.shape, dtype=torch.float64)
+    found = torch.autograd.grad(out, inputs, gradient)
+    assert [each.data_ptr() for each in package.inputs[0]] == [each.data_ptr() for each in inputs]
+    alone = [attention_in_fp64(*(each[a:b] for each in inputs), SCALE) for a, b in pairwise(borders.tolist())]
+    torch.testing.assert_close(out, torch.cat([each.view(-1, 1, 3 * width) for each in alone]))
+    expected = torch.autograd.grad(torch.cat(alone), inputs, gradient.view(torch.cat(alone).shape))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_what_is_contiguous_is_not_copied(package):

@@ -458,6 +458,7 @@ ELSEWHERE = {
         "model.data.text_files",
         "model.data.text_key",
         "model.data.cache_dir",
+        "model.data.inter_document_masking",
         "model.data.num_dataset_builder_threads",
         "model.data.num_workers",
         "model.tokenizer.library",

@@ -244,7 +244,7 @@ def test_a_log_has_one_stable_line_a_record():
         "tflops_per_gpu - mfu - memory_gib 1.25 eta 1:02:05\n"
     )
     assert plain_output(lambda console: console.show(VALIDATION)) == (
-        "validation step 100/300 loss 4.5000 perplexity 90.02 num_samples 128 time_s 1.25\n"
+        "validation step 100/300 loss 4.5000 perplexity 90.02 num_samples 128 time_s 1.25 bits_per_byte -\n"
     )
 
 

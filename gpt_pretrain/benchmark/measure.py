@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,12 +67,13 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         "context_parallel_size": 1,
         "overlap_moe_expert_parallel_comm": False,
         "data_parallel_sharding_strategy": None,
+        "data.inter_document_masking": False,
     }
     problems = [
         f"the bare loop cannot run model.{name}={show(value)}; use {show(without)}, or leave `bare` out of "
         "benchmark.variants"
         for name, without in lacks.items()
-        if (value := getattr(config.model, name)) != without
+        if (value := attrgetter(name)(config.model)) != without
     ]
     if problems:
         raise ConfigError(problems)
@@ -157,6 +159,8 @@ class Stopwatch:
         self.memory_gib: float | None = None
         self.loss: float | None = None
         self.losses: tuple[float, ...] = ()
+        self.squared_lengths: float | None = None
+        """Sum of the squared lengths of a timed step's documents, the mean; None where they see each other."""
         self._benchmark = benchmark
         self._platform = platform
         self._launched_unix = launched_unix
@@ -190,6 +194,9 @@ class Stopwatch:
                 sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
                 self.loss = mean_loss(sums[-self._benchmark.interval :].sum(dim=0))
                 self.losses = tuple(map(mean_loss, sums))
+                timed = self._results[self._benchmark.warmup_steps :]
+                squares = [result.squared_lengths for result in timed if result.squared_lengths is not None]
+                self.squared_lengths = torch.cat(squares).mean().item() if squares else None
         self._began = time.monotonic()
 
 

@@ -101,6 +101,9 @@ class Measured(JsonObject):
     """The longest, if steps were profiled."""
     parts: tuple[Part, ...]
     """The whole step of a GPU if it was profiled, the longest part first."""
+    attended: float | None = None
+    """Length of the document that a token is in, on average over the timed steps; null where documents see each
+    other."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -172,6 +175,7 @@ class Figures(JsonObject):
     losses: tuple[float, ...]
     kernels: tuple[Kernel, ...]
     parts: tuple[Part, ...]
+    attended: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -216,9 +220,9 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
     times = tuple(time for ranks in rounds for time in ranks[0].step_times_s)
     step_time_s = statistics.median(times)
     tokens_per_s_per_gpu = model.global_batch_size * model.encoder_seq_length / step_time_s / num_gpus
-    tflops = tokens_per_s_per_gpu * flops_per_token(model) / 1e12
+    tflops = tokens_per_s_per_gpu * flops_per_token(model, first.attended) / 1e12
     # Emulated FP8 multiplies in the run's own precision.
-    fp8_share = 0.0 if model.fp8_emulate else run.fp8_flops_share
+    fp8_share = 0.0 if model.fp8_emulate else run.fp8_flops_share_of(run.linears, first.attended)
     attainable = attainable_tflops(ceilings, first.dtype, fp8_share)
     return Figures(
         dtype=first.dtype,
@@ -236,6 +240,7 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         losses=first.losses,
         kernels=first.kernels,
         parts=first.parts,
+        attended=first.attended,
     )
 
 

@@ -18,6 +18,7 @@ from typing import Literal
 
 from gpt_pretrain.benchmark.results import Failure, Forecast, MachineSeen, Measured, PlatformSeen, TrainingDone
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
+from gpt_pretrain.config.derived import attended_length
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import JsonObject
@@ -159,6 +160,7 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
         _train(spec, watch.after_step)
     assert watch.first_step_s is not None
     assert watch.memory_gib is not None
+    step_tokens = spec.model.global_batch_size * spec.model.encoder_seq_length
     return Measured(
         first_step_s=watch.first_step_s,
         step_times_s=tuple(watch.step_times_s),
@@ -168,6 +170,7 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
         dtype=params_dtype(spec).value,
         kernels=() if profiler is None else profiler.kernels,
         parts=() if profiler is None else profiler.parts,
+        attended=None if watch.squared_lengths is None else attended_length(watch.squared_lengths, step_tokens),
     )
 
 

@@ -114,18 +114,29 @@ def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
 FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
 
 
-def flops_per_token(model: ModelConfig) -> float:
+def flops_per_token(model: ModelConfig, attended: float | None = None) -> float:
     """Floating-point operations to train on one token: forward, and backward at twice its cost.
 
     These are the model FLOPs of Chowdhery et al. 2022, appendix B, with attention halved for causality: 2 per weight,
     2 · width · sequence for attention's scores and values together (a token attends to half of the sequence on average)
     and the LM head over the padded vocabulary. Recomputed activations, norms and softmax do not count.
+
+    `attended` takes the place of the sequence where documents do not see each other (`attended_length`); None: all
+    samples are one document.
     """
     query_width = model.num_attention_heads * kv_channels(model)
-    attention = 2 * query_width * model.encoder_seq_length
+    attention = 2 * query_width * (model.encoder_seq_length if attended is None else attended)
     head = 2 * model.hidden_size * padded_vocab_size(model)
     forward = model.num_layers * (2 * matmul_parameters_per_layer(model) + attention) + head
     return 3.0 * forward
+
+
+def attended_length(squared_lengths: float, num_tokens: int) -> float:
+    """The length of document that a token is in on average, from the sum of the documents' squared lengths.
+
+    A token attends to half of its document on average, as it would to half of a sequence of this length.
+    """
+    return squared_lengths / num_tokens
 
 
 def decay_steps(config: Config) -> int:

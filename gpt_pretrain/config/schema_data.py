@@ -101,6 +101,14 @@ class DataConfig:
     eod_mask_loss: bool = key(identity="data")
     """Exclude the first token of each document, which nothing before it predicts, from the loss, as Megatron-LM does;
     the end-of-document token counts."""
+    inter_document_masking: bool = key(
+        before=False,
+        identity="data",
+        aliases=["reset_attention_mask", "reset_position_ids"],
+        unread=[_WITH_RANDOM_TOKENS],
+    )
+    """Attention stays inside a document, and positions start again at 0 in each; a document that continues from the
+    sample before starts at 0, too. Megatron-LM's --reset-attention-mask and --reset-position-ids in one."""
 
 
 @dataclass(kw_only=True, slots=True)

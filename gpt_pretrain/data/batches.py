@@ -36,7 +36,8 @@ from gpt_pretrain.launch.environment import prepare_libraries
 with warnings.catch_warnings():
     # megatron-core warns of missing optional packages that only the rank would use.
     warnings.simplefilter("ignore")
-    from gpt_pretrain.data.datasets import SampleDataset
+    from gpt_pretrain.data.datasets import FIELDS, SampleDataset
+    from gpt_pretrain.data.documents import collate_documents
 
 # The launcher, Slurm and the terminal send these to every process of a run; the rank acts on them for its loaders.
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -54,6 +55,17 @@ class Batch:
     """float32 [b, s]: 1 where the loss counts."""
     position_ids: torch.Tensor
     """int64 [b, s]"""
+    document_borders: torch.Tensor | None = None
+    """int32 [documents + 1], of the samples end to end: where each document begins, and b · s; None where documents
+    see each other (`data.documents`)."""
+
+    def sequences(self) -> dict[str, torch.Tensor]:
+        """Tokens, labels, loss mask and positions as the model takes them, by name: [b, s], or with borders [1, b · s].
+
+        Attention computes documents of different lengths only from one packed sequence.
+        """
+        found = {name: getattr(self, name) for name in FIELDS}
+        return found if self.document_borders is None else {name: each.view(1, -1) for name, each in found.items()}
 
 
 def microbatches(
@@ -162,6 +174,7 @@ def build_batch_iterator(
     loader = DataLoader(
         cast("Any", dataset),
         batch_sampler=indices,
+        collate_fn=collate_documents if config.model.data.inter_document_masking else None,
         num_workers=num_workers,
         multiprocessing_context=context if num_workers else None,
         worker_init_fn=_end_with_rank,

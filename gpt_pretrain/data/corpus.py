@@ -36,6 +36,8 @@ NO_TOKENIZER = "none"
 # lack it.
 ORDER = "order of the samples"
 _EPOCH_BY_EPOCH = "epoch by epoch"
+# Among them only where documents are masked: runs of earlier versions never did.
+_MASKING = "document masking (model.data.inter_document_masking)"
 _OWN_VALIDATION = "model.data.validation_prefix"
 # What opens each kind of data: text to tokenize, token files, or None for random tokens.
 SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
@@ -188,6 +190,7 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 else [own.weights, [content_fingerprint(file) for file in own_files]]
             ),
             ORDER: _EPOCH_BY_EPOCH,
+            **({_MASKING: "on"} if model.data.inter_document_masking else {}),
         },
         files_key=fingerprint(
             [

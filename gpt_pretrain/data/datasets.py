@@ -34,7 +34,8 @@ from gpt_pretrain.data.epochs import EpochDataset
 from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
 from gpt_pretrain.launch.signals import ended_while_waiting
 
-_FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
+# Of a sample.
+FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
 # A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset).
 _INDEX_BYTES = 16
@@ -92,7 +93,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             sample = self._dataset[index]
         except _NO_INDEX as error:
             raise _no_index(self._index, error) from error
-        return {field: sample[field] for field in _FIELDS}
+        return {field: sample[field] for field in FIELDS}
 
     def __getstate__(self) -> dict[str, Any]:
         buffer = io.BytesIO()
@@ -261,8 +262,10 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         mid_level_dataset_surplus=max(
             plan_surplus(blend.weights or (), [size]) for blend, size in zip(blends, sizes, strict=False)
         ),
+        # These go by the end-of-document token. By the index's borders megatron-core also restarts positions.
         reset_position_ids=False,
         reset_attention_mask=False,
+        inter_document_masking=model.data.inter_document_masking,
         eod_mask_loss=model.data.eod_mask_loss,
         # Attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
         create_attention_mask=False,

@@ -42,6 +42,9 @@ class Compile(Feature):
             yield "model.fp8=true", why
         if run.config.trainer.deterministic:
             yield "trainer.deterministic=true", "not tested"
+        if run.model.data.inter_document_masking:
+            why = "a graph has fixed shapes, and microbatches have different numbers of documents"
+            yield "model.data.inter_document_masking=true", why, "model.data.inter_document_masking=false"
         for why, settings in _EXCLUDED.items():
             for setting in settings.split():
                 key, _, instead = setting.partition("=")

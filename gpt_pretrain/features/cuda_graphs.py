@@ -51,6 +51,9 @@ class CudaGraphs(Feature):
         yield from self.needs(model, why, fp8_dot_product_attention=False)
         why = "a graph reads weights at recorded addresses, and transposes of FP8 weights move"
         yield from self.needs(model, why, fp8_params=False)
+        if model.data.inter_document_masking:
+            why = "a graph has fixed shapes, and microbatches have different numbers of documents"
+            yield "model.data.inter_document_masking=true", why, "model.data.inter_document_masking=false"
         if (interval := run.config.logging.fp8_statistics_interval) is not None:
             yield f"logging.fp8_statistics_interval={interval}", "a replay reports none of its products"
 

@@ -67,6 +67,8 @@ class FlashAttention(FusedKernel):
         return (
             kernels.transformer_engine
             and platform.is_hopper
+            # Not measured with packed documents.
+            and not run.model.data.inter_document_masking
             and _LIBRARY.name in platform.libraries
             and _is_measured_faster(run.model, rotates=kernels.features[QkvRope.key])
             # Not measured with recomputed attention.
@@ -116,13 +118,21 @@ def _is_measured_faster(model: ModelConfig, *, rotates: bool) -> bool:
 
 
 def _attention_class() -> type:
-    """The module in place of megatron-core's `TEDotProductAttention`: built, stored and loaded in the same way."""
+    """The module in place of megatron-core's `TEDotProductAttention`: built, stored and loaded in the same way.
+
+    With documents that do not see each other, `attention_mask` has their borders, and none is longer than `longest`
+    (`megatron.documents`).
+    """
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
     from megatron.core.transformer.enums import AttnMaskType
 
     from gpt_pretrain.kernels import flash_attention
 
     class Attention(TEDotProductAttention):  # type: ignore[misc]  # megatron-core has no types
+        def __init__(self, *args: Any, longest: int = 0, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self._longest = longest
+
         @override
         def forward(
             self, query: Any, key: Any, value: Any, attention_mask: Any, attn_mask_type: Any, **others: Any
@@ -130,6 +140,10 @@ def _attention_class() -> type:
             assert attn_mask_type is AttnMaskType.causal, "FlashAttention computes causal masks only here"
             given = {name for name, value in others.items() if value is not None} - {"num_splits"}
             assert not given, f"neither biases nor sequences of several lengths are computed here: {given}"
-            return flash_attention.causal_attention(query, key, value, self.config.softmax_scale)
+            scale = self.config.softmax_scale
+            if attention_mask is None:
+                return flash_attention.causal_attention(query, key, value, scale)
+            bounds = {"borders": attention_mask, "longest": self._longest}
+            return flash_attention.attention_in_documents(query, key, value, scale, **bounds)
 
     return Attention

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from gpt_pretrain.features.activation_cast import ActivationCast
 from gpt_pretrain.features.compile import Compile
 from gpt_pretrain.features.cuda_graphs import CudaGraphs
+from gpt_pretrain.features.document_masking import DocumentMasking
 from gpt_pretrain.features.embedding_gradient import EmbeddingGradient
 from gpt_pretrain.features.feature import Feature, FusedKernel
 from gpt_pretrain.features.flash_attention import FlashAttention
@@ -22,6 +23,7 @@ _KERNELS = (ActivationCast(), EmbeddingGradient(), QkvRope(), FlashAttention(), 
 _OWN: tuple[Feature, ...] = (
     CudaGraphs(),
     Compile(),
+    DocumentMasking(),
     *_KERNELS,
     Fp8Attention(),
     UserBuffers(),

@@ -12,6 +12,11 @@ def _one_sequence(each: torch.Tensor) -> torch.Tensor:
     return each.reshape(1, each.size(0), -1, each.size(-1))
 
 
+def _packed(each: torch.Tensor) -> torch.Tensor:
+    """[s, 1, heads, width] → [s, heads, width]: documents one after the other."""
+    return each.squeeze(1)
+
+
 def _are_parts_of_one(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether the three alternate head by head in one tensor, as in a projection with as many groups as heads."""
     width = query.size(-1)
@@ -33,14 +38,15 @@ class _CausalAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: dict[str, Any]
     ) -> torch.Tensor:
         from flash_attn.cute.interface import _flash_attn_fwd
 
-        inputs = (_one_sequence(each) for each in (query, key, value))
-        out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, softmax_scale=scale, causal=True, return_lse=True)
+        # Options of both kernels. Only packed documents have borders.
+        ctx.options, ctx.as_taken = options, _packed if "cu_seqlens_q" in options else _one_sequence
+        inputs = (ctx.as_taken(each) for each in (query, key, value))
+        out, log_sum_exp, *_ = _flash_attn_fwd(*inputs, causal=True, return_lse=True, **options)
         ctx.save_for_backward(query, key, value, out, log_sum_exp)
-        ctx.scale = scale
         # Like Transformer Engine's attention; `trainer.deterministic` sets both.
         ctx.in_order = (
             torch.are_deterministic_algorithms_enabled() or os.getenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0"
@@ -58,16 +64,16 @@ class _CausalAttention(torch.autograd.Function):
             gradients = inputs[0].new_empty(*outer, 3 * width).split(width, dim=-1)
         else:
             gradients = tuple(each.new_empty(each.shape) for each in inputs)
-        into = dict(zip(("dq", "dk", "dv"), map(_one_sequence, gradients), strict=True))
+        into = dict(zip(("dq", "dk", "dv"), map(ctx.as_taken, gradients), strict=True))
         _flash_attn_bwd(
-            *map(_one_sequence, inputs),
+            *map(ctx.as_taken, inputs),
             out,
             gradient.reshape(out.shape),
             log_sum_exp,
-            softmax_scale=ctx.scale,
             causal=True,
             deterministic=ctx.in_order,
             **into,
+            **ctx.options,
         )
         return *gradients, None
 
@@ -87,4 +93,25 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     if not _are_parts_of_one(query, key, value):
         # Queries were rotated out of the projection; values that are a view would keep all of it alive.
         value = value.contiguous()
-    return _CausalAttention.apply(query, key, value, scale)  # type: ignore[no-any-return, no-untyped-call]
+    options = {"softmax_scale": scale}
+    return _CausalAttention.apply(query, key, value, options)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def attention_in_documents(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float | None,
+    *,
+    borders: torch.Tensor,
+    longest: int,
+) -> torch.Tensor:
+    """`causal_attention` inside each document of one sequence, [s, 1, heads or groups, width].
+
+    Documents reach from one of `borders`, int32 [documents + 1], to the next, over at most `longest` tokens.
+    """
+    if not _are_parts_of_one(query, key, value):
+        value = value.contiguous()
+    bounds = {"cu_seqlens_q": borders, "cu_seqlens_k": borders, "max_seqlen_q": longest, "max_seqlen_k": longest}
+    options = {"softmax_scale": scale, **bounds}
+    return _CausalAttention.apply(query, key, value, options)  # type: ignore[no-any-return, no-untyped-call]

@@ -58,6 +58,21 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
 
     @override
+    def _preprocess(self, input_ids: Any, position_ids: torch.Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        """megatron-core's; where documents do not see each other, queries and keys are rotated by their positions.
+
+        megatron-core rotates by places in the sequence.
+        """
+        hidden, rotation, *others = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if rotation is not None and position_ids is not None and self._spec.model.data.inter_document_masking:
+            # Context parallel ranks get their own places' angles; here each looks up its positions among all.
+            num_places = position_ids.size(1) * self.config.context_parallel_size
+            angles = self.rotary_pos_emb(num_places, packed_seq=True)
+            # All rows have the same positions: documents come in one row, and generation's rows count alike.
+            rotation = angles.index_select(0, position_ids[0])
+        return hidden, rotation, *others
+
+    @override
     def sharded_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """See megatron-core's."""
         state: dict[str, Any] = super().sharded_state_dict(*args, **kwargs)

@@ -7,6 +7,7 @@ norms does not, and PyTorch's fused attention with `Kernels.torch_attention`.
 
 import re
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, override
 
 import torch
@@ -27,9 +28,11 @@ from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispa
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import TransformerLayer, get_transformer_layer_offset
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.varlen import varlen_attn
 
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.features.registry import used_features
+from gpt_pretrain.megatron.documents import attend_by_document, document_attention
 from gpt_pretrain.megatron.own_model import own_layer
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -66,12 +69,34 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return out.permute(2, 0, 1, 3).flatten(2)
 
 
+def attention_in_documents(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, borders: torch.Tensor, longest: int
+) -> torch.Tensor:
+    """`causal_attention` inside each document of one sequence, [s, 1, heads or groups, width].
+
+    Documents reach from one of `borders`, int32 [documents + 1], to the next, over at most `longest` tokens.
+    """
+    if not (query.is_cuda and query.element_size() == 2 and query.size(-1) % 8 == 0):
+        # No kernel takes them all.
+        return attend_by_document(partial(causal_attention, scale=scale), (query, key, value), borders)
+    heads = query.size(2) // key.size(2)
+    # The kernel takes as many keys as queries.
+    k, v = (each.squeeze(1).repeat_interleave(heads, dim=1) for each in (key, value))
+    out = varlen_attn(query.squeeze(1), k, v, borders, borders, longest, longest, scale=scale, window_size=(-1, 0))
+    assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
+    return out.flatten(1).unsqueeze(1)
+
+
 class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
     """megatron-core's attention with PyTorch's fused kernels; it is built, stored and loaded in the same way.
 
     megatron-core's own writes the scores [b, heads, s, s] to memory in two precisions. Fused kernels keep one number
     per token and head instead (FlashAttention-2, Dao 2023, arXiv 2307.08691).
     """
+
+    def __init__(self, *args: Any, longest: int = 0, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._longest = longest
 
     @override
     def forward(
@@ -85,11 +110,18 @@ class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-cor
         packed_seq_params: PackedSeqParams | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """See `causal_attention`; the arguments are those of megatron-core's `DotProductAttention`."""
+        """See `causal_attention`; the arguments are those of megatron-core's `DotProductAttention`.
+
+        `attention_mask` are the borders of documents, if these do not see each other (`megatron.documents`); none is
+        longer than `longest`.
+        """
         assert (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal, "only causal masks are computed here"
         assert attention_bias is None, "biases are not added"
         assert packed_seq_params is None, "sequences have one length"
-        return causal_attention(query, key, value, self.softmax_scale)
+        if attention_mask is None:
+            return causal_attention(query, key, value, self.softmax_scale)
+        bounds: dict[str, Any] = {"borders": attention_mask, "longest": self._longest}
+        return attention_in_documents(query, key, value, self.softmax_scale, **bounds)
 
 
 class WholeLayer(TransformerLayer):  # type: ignore[misc]
@@ -160,13 +192,16 @@ def build_layer_spec(
             from gpt_pretrain.megatron.te_layers import with_one_kernel
 
             layer.submodules.mlp = with_one_kernel(layer.submodules.mlp)
-        norm = TENorm
+        attention, norm = layer.submodules.self_attention.submodules, TENorm
     else:
         layer = _local_layer_spec(config, local_layers)
+        attention = layer.submodules.self_attention.submodules
         if kernels.torch_attention:
-            layer.submodules.self_attention.submodules.core_attention = TorchAttention
+            attention.core_attention = TorchAttention
         # megatron-core would use TE's final norm wherever TE is installed.
         norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    if spec.model.data.inter_document_masking:
+        attention.core_attention = document_attention(spec, attention.core_attention)
     layer = own_layer(spec, layer)
     first = get_transformer_layer_offset(config, vp_stage, parallel_state.get_pipeline_model_parallel_rank())
     return TransformerBlockSubmodules(

@@ -136,28 +136,31 @@ class StepResult:
     """[1], fp32: L2 norm over all parameters before clipping."""
     skipped: torch.Tensor
     """[], bool: loss, norm or an FP8 tensor was not finite, and nothing was updated."""
+    squared_lengths: torch.Tensor | None = None
+    """[1], fp32: sum of the squared lengths of the step's documents; None if these see each other."""
 
 
 @torch.no_grad()
 def conditional_update(
     optimizer: MegatronOptimizer,
-    loss_sum_and_tokens: torch.Tensor,
+    report: torch.Tensor,
     found_inf: torch.Tensor,
     *,
     before_update: Callable[[torch.Tensor], None],
 ) -> StepResult:
     """Clips the reduced gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
-    `loss_sum_and_tokens`, [2], and `found_inf`, bool [], are this rank's; the latter tells of an infinity that loss and
-    norm do not show. `before_update` is called with `StepResult.skipped` before weights are written.
+    `report`, [2] or [3] (`training.step.compute_gradients`), and `found_inf`, bool [], are this rank's; the latter
+    tells of an infinity that loss and norm do not show. `before_update` is called with `StepResult.skipped` before
+    weights are written.
     """
     optimizer.prepare_grads()
     grad_norm = _gradient_norm(optimizer)
     not_finite = (~torch.isfinite(grad_norm) | found_inf).float()
     # A sum that contains a NaN or an infinity is not finite, so one collective serves loss and norm.
-    total = torch.cat([loss_sum_and_tokens, not_finite])
+    total = torch.cat([report, not_finite])
     torch.distributed.all_reduce(total)
-    skipped = ~torch.isfinite(total[0]) | (total[2] > 0)
+    skipped = ~torch.isfinite(total[0]) | (total[-1] > 0)
     for part in optimizer.chained_optimizers:
         parameters, max_norm = part.get_parameters(), part.config.clip_grad
         if not parameters or max_norm <= 0:
@@ -171,7 +174,12 @@ def conditional_update(
         inner.found_inf.copy_(skipped)
     before_update(skipped)
     optimizer.step_with_ready_grads()
-    return StepResult(loss_sum_and_tokens=total[:2], grad_norm=grad_norm, skipped=skipped)
+    return StepResult(
+        loss_sum_and_tokens=total[:2],
+        grad_norm=grad_norm,
+        skipped=skipped,
+        squared_lengths=total[2:3] if len(report) > 2 else None,
+    )
 
 
 def _gradient_norm(optimizer: MegatronOptimizer) -> torch.Tensor:

@@ -172,6 +172,7 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
         Column("perplexity", log=".2f", title="perplexity {}", form=".2f"),
         Column("num_samples", log="d", title="{} samples", style="dim"),
         Column("time_s", log=".2f", title="in {} s", form=".1f", style="dim"),
+        Column("bits_per_byte", log=".4f", title="bits/byte {}", form=".4f"),
     ),
     ValidationTasksRecord: (
         Column("numbers", log=_numbers, log_name="numbers", title="{}", form=_numbers, style="bold green"),

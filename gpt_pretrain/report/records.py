@@ -107,6 +107,9 @@ class ValidationRecord(Record):
     """Samples it was computed on."""
     time_s: float
     """Seconds it took."""
+    bits_per_byte: float | None = None
+    """Cross entropy in bits per byte of text, which does not depend on the tokenizer; null if nobody can say how many
+    bytes a token stands for, for the reason that the run's header gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -185,11 +185,11 @@ def chunk_tokens(num_tokens: int, num_columns: int) -> int:
     return min(num_tokens, 1 << (max(1, _CHUNK_LOGITS // num_columns).bit_length() - 1))
 
 
-def _attention_flops(model: ModelConfig) -> float:
+def _attention_flops(model: ModelConfig, attended: float | None = None) -> float:
     """Operations of causal attention's two products, in one layer and one forward pass of a rank's microbatch."""
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
-    return 2.0 * tokens * model.encoder_seq_length * width
+    return 2.0 * tokens * (model.encoder_seq_length if attended is None else attended) * width
 
 
 def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:
@@ -235,9 +235,9 @@ class Resolved:
         """Share of a step's matrix operations, attention and LM head included, that run in FP8."""
         return self.fp8_flops_share_of(self.linears)
 
-    def fp8_flops_share_of(self, linears: Iterable[Linear]) -> float:
-        """The same if these were the model's linear layers."""
-        total = attention = 3.0 * self.model.num_layers * _attention_flops(self.model)
+    def fp8_flops_share_of(self, linears: Iterable[Linear], attended: float | None = None) -> float:
+        """The same if these were the model's linear layers, and `attended` as of `config.derived.flops_per_token`."""
+        total = attention = 3.0 * self.model.num_layers * _attention_flops(self.model, attended)
         in_fp8 = attention if self.fp8 is not None and self.fp8.dot_product_attention else 0.0
         for linear in linears:
             for gemm in gemms(linear):

@@ -222,7 +222,7 @@ def write_dump(
         "step": bad.step,
         "first_sample": bad.first_sample,
         "num_samples": spec.model.global_batch_size,
-        "loss": mean_loss(report),
+        "loss": mean_loss(report[:2]),
         "first_bad": None if first is None else _describe(first, bad, spec),
         "fp8": fp8,
         "gradient_norms": norms,

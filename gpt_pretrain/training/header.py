@@ -20,6 +20,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
@@ -98,6 +99,12 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
+def _describe_attention_flops(model: ModelConfig) -> str:
+    if model.data.inter_document_masking:
+        return "of samples of one document; a step's TFLOP/s count documents by their lengths"
+    return "causal attention halved"
+
+
 def _describe_data(setup: Setup) -> dict[str, str]:
     model, corpus = setup.spec.model, setup.corpus
     # Presets for eight and more GPUs turn it off, because their default corpus is too small.
@@ -113,6 +120,8 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     }
     if corpus.tokenizer is not None:
         described["tokenizer"] = f"{model.tokenizer.library.name}, {corpus.tokenizer.vocab_size:,} tokens"
+    if not off and (reason := why_unknown(corpus.tokenizer)) is not None:
+        described["bits per byte"] = f"not known: {reason}"
     return described
 
 
@@ -184,7 +193,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
-            "FLOPs per token": f"{flops_per_token(model):.3g} (causal attention halved)",
+            "FLOPs per token": f"{flops_per_token(model):.3g} ({_describe_attention_flops(model)})",
         },
         "layout": {
             "processes": f"{launch.world_size} on {counted(launch.num_nodes, 'node')}, {platform.device_name}",

@@ -8,7 +8,7 @@ import psutil
 import torch
 
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
-from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.derived import attended_length, flops_per_token
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.report.records import TrainRecord
 from gpt_pretrain.run.gpus import bf16_peak_tflops
@@ -31,6 +31,8 @@ class Meter:
         """Begins a new interval."""
         # Sum of losses, tokens, skipped steps.
         self._sums = torch.zeros(3, device=torch.cuda.current_device())
+        # Of the documents' squared lengths, where these do not see each other.
+        self._squared_lengths: torch.Tensor | None = None
         self._num_steps = 0
         self._started = time.monotonic()
 
@@ -39,6 +41,9 @@ class Meter:
         # A skipped step's loss may be NaN, and would make the mean NaN.
         seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
         self._sums += torch.cat([seen, result.skipped.float().view(1)])
+        if (squares := result.squared_lengths) is not None:
+            # A skipped step takes its time, too. fp32 sums of fp32 squares are off by a millionth.
+            self._squared_lengths = squares if self._squared_lengths is None else self._squared_lengths + squares
         self._num_steps += 1
 
     @contextmanager
@@ -56,8 +61,11 @@ class Meter:
         grad_norm = float(result.grad_norm)
         step_time_s = (time.monotonic() - self._started) / self._num_steps
         model = self._config.model
-        tokens_per_s = model.global_batch_size * model.encoder_seq_length / step_time_s
-        tflops = tokens_per_s * flops_per_token(model) / self._num_gpus / 1e12
+        step_tokens = model.global_batch_size * model.encoder_seq_length
+        tokens_per_s, attended = step_tokens / step_time_s, None
+        if self._squared_lengths is not None:
+            attended = attended_length(self._squared_lengths.item(), self._num_steps * step_tokens)
+        tflops = tokens_per_s * flops_per_token(model, attended) / self._num_gpus / 1e12
         self.restart()
         return TrainRecord(
             step=progress.step,

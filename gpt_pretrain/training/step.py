@@ -1,7 +1,6 @@
 """One optimizer step and one validation, through megatron-core's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -18,8 +17,12 @@ from gpt_pretrain.megatron.trainable import Trainable
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
-    """One iterator for each model chunk that sees tokens or labels: the chunks with the embedding or the loss."""
-    return [build() if chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
+    """One iterator for each model chunk that sees tokens, labels or the borders of documents.
+
+    Chunks without embedding and loss see borders alone, if documents do not see each other.
+    """
+    all_see = model.spec.model.data.inter_document_masking
+    return [build() if all_see or chunk.pre_process or chunk.post_process else None for chunk in model.gpt_chunks]
 
 
 def _forward_step(
@@ -42,24 +45,32 @@ def _forward_step(
         _before_backward(output, before_pass)
         return output, lambda _: None
     batch = next(iterator)
-    tensors = context_parallel_slices({field.name: getattr(batch, field.name) for field in fields(batch)})
+    borders, tensors = batch.document_borders, context_parallel_slices(batch.sequences())
     computes_loss: dict[str, Any] = {}
     if model.output_processor is not None:
         per_token = model.transformer_config.calculate_per_token_loss
         gradient = loss_gradient(tensors["loss_mask"], num_microbatches, per_token=per_token)
         computes_loss = {"output_processor": model.output_processor, "output_processor_context": gradient}
-    # No mask tensor: causal attention is part of the layer spec.
+    # Causal attention is part of the layer spec; in the mask's place are the borders of documents, if any.
     compute = chunk.build_schedule_plan if return_schedule_plan else chunk
-    output = compute(tensors["tokens"], tensors["position_ids"], None, labels=tensors["labels"], **computes_loss)
+    output = compute(tensors["tokens"], tensors["position_ids"], borders, labels=tensors["labels"], **computes_loss)
     if not return_schedule_plan:
         _before_backward(output, before_pass)
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         if return_schedule_plan:
             _before_backward(losses, before_pass)
-        return summed_loss(tensors["loss_mask"], losses)
+        loss_sum, num_tokens, report = summed_loss(tensors["loss_mask"], losses)
+        if borders is not None:
+            report = torch.cat([report, squared_lengths(borders) / model.spec.layout.cp])
+        return loss_sum, num_tokens, report
 
     return output, loss
+
+
+def squared_lengths(borders: torch.Tensor) -> torch.Tensor:
+    """Sum of the squared lengths of the documents between borders, fp32 [1]: what attention's operations grow with."""
+    return borders.diff().float().square().sum().view(1)
 
 
 def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
@@ -76,6 +87,10 @@ def _run_schedule(
     before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
+    length, rows, num_reported = config.encoder_seq_length, config.micro_batch_size, 2
+    if config.data.inter_document_masking:
+        # One sequence of all samples, and one number more.
+        length, rows, num_reported = length * rows, 1, 3
     reports = get_forward_backward_func()(
         forward_step_func=partial(
             _forward_step, model=model, num_microbatches=num_microbatches, before_pass=before_pass
@@ -83,12 +98,12 @@ def _run_schedule(
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
         model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
         num_microbatches=num_microbatches,
-        seq_length=config.encoder_seq_length,
-        micro_batch_size=config.micro_batch_size,
+        seq_length=length,
+        micro_batch_size=rows,
         forward_only=forward_only,
     )
     if not is_last_stage_writer():
-        return torch.zeros(2, device=torch.cuda.current_device())
+        return torch.zeros(num_reported, device=torch.cuda.current_device())
     return torch.stack(reports).sum(dim=0)
 
 
@@ -117,7 +132,8 @@ def compute_gradients(
     microbatch through each model chunk.
 
     Returns:
-        [2], fp32: sum of the token losses and number of tokens on this rank; zeros off the last pipeline stage.
+        fp32: sum of the token losses and number of tokens on this rank, [2]; with documents that do not see each other
+        also the sum of their squared lengths, [3]. Zeros off the last pipeline stage.
     """
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
@@ -137,7 +153,7 @@ def validate(
     total = torch.zeros(2, device=torch.cuda.current_device())
     for _ in range(num_batches):
         on_batch()
-        total += _run_schedule(model, iterators, forward_only=True)
+        total += _run_schedule(model, iterators, forward_only=True)[:2]
     model.train()
     torch.distributed.all_reduce(total)
     return mean_loss(total)

@@ -6,16 +6,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NoReturn
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
+from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
-from gpt_pretrain.megatron.parallel import data_parallel_rank
+from gpt_pretrain.megatron.parallel import data_parallel_rank, on_rank_zero
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     EndReason,
@@ -221,6 +222,7 @@ class Trainer:
             on_batch = partial(self._watchdog.progress, "a batch of the validation")
             loss = validate(model, self._valid_batches, num_batches, on_batch=on_batch)
             self._watchdog.progress("what follows the validation")
+            tokens_per_byte = self._tokens_per_byte
             self._log(
                 ValidationRecord(
                     step=self.progress.step,
@@ -228,10 +230,22 @@ class Trainer:
                     perplexity=math.inf if loss > 700 else math.exp(loss),
                     num_samples=num_batches * self.config.model.global_batch_size,
                     time_s=time.monotonic() - began,
+                    bits_per_byte=None if tokens_per_byte is None else loss / math.log(2) * tokens_per_byte,
                 )
             )
             self._run_tasks()
             self._callbacks.validation(self.progress.step)
+
+    @cached_property
+    def _tokens_per_byte(self) -> float | None:
+        """Of the validation's samples, which are always the same; None if unknown. Every rank asks."""
+        data, tokenizer = self._setup.valid_data, self._setup.corpus.tokenizer
+        if data is None or tokenizer is None or why_unknown(tokenizer) is not None:
+            return None
+        num_samples = self.config.trainer.limit_val_batches * self.config.model.global_batch_size
+        with self._watchdog.busy("counting the validation's bytes"):
+            tokens, count = on_rank_zero(lambda: count_tokens_and_bytes(data, num_samples, token_bytes(tokenizer)))
+        return tokens / count if count else None
 
     def _run_tasks(self) -> None:
         began, step = time.monotonic(), self.progress.step

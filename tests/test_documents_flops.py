@@ -1,0 +1,102 @@
+"""TFLOP/s count attention by the documents' lengths, in training and in the benchmark, so that MFU does not flatter."""
+
+import io
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from rich.console import Console
+
+from gpt_pretrain.benchmark.measure import Stopwatch
+from gpt_pretrain.benchmark.results import compute_figures
+from gpt_pretrain.config.derived import flops_per_token, num_train_samples
+from gpt_pretrain.data.corpus import prepare_corpus
+from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.optimizer import StepResult
+from gpt_pretrain.plan.document import WIDTH, print_plan
+from gpt_pretrain.plan.forecast import build_plan
+from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.run.products import resolve
+from tests.platforms import CPU
+from tests.runs import SMALL_RUN, run_small, small_corpus
+from tests.test_benchmark import H200, MEASURED
+
+MASKED = "model.data.inter_document_masking=true"
+# Of two steps each, since sums over steps are read at once.
+RUN = (MASKED, "trainer.max_steps=4", "trainer.log_every_n_steps=2", "trainer.val_check_interval=null")
+
+
+@pytest.fixture(scope="module")
+def paragraphs(cache_dir):
+    """A corpus of short documents."""
+    small_corpus(cache_dir)
+    path = cache_dir / "paragraphs.jsonl"
+    with open(cache_dir / "sources.jsonl") as sources, open(path, "w") as file:
+        for source in sources:
+            for text in json.loads(source)["text"].split("\n\n"):
+                file.write(json.dumps({"text": text}) + "\n")
+    return f"model.data.text_files=[{path}]"
+
+
+@pytest.mark.parametrize("layout", ["dp", "pp2"])
+def test_a_run_counts_attention_by_the_lengths_of_its_documents(layout, tmp_path, cache_dir, paragraphs):
+    parallel = [f"parallelism={layout}", "model.micro_batch_size=2", "model.encoder_seq_length=256", paragraphs]
+    metrics = run_small(2, tmp_path / "run", cache_dir, [*RUN, *parallel, "trainer.limit_val_batches=0"])
+    small = [each for each in SMALL_RUN if not each.startswith("trainer.val_check_interval=")]
+    config = load_config([*small, *small_corpus(cache_dir), *RUN, *parallel, "trainer.limit_val_batches=0"])
+    samples = num_train_samples(config)
+    data, _ = build_datasets(config, prepare_corpus(config, show_progress=False), num_train_samples=samples)
+    model = config.model
+    whole, width = flops_per_token(model), model.hidden_size
+    assert len(metrics.train) == 2
+    for number, record in enumerate(metrics.train):
+        first, count = number * 2 * model.global_batch_size, 2 * model.global_batch_size
+        # The odd numbers up to 2n - 1 sum up to n².
+        squares = sum(int((2 * data[first + index]["position_ids"] + 1).sum()) for index in range(count))
+        attended = squares / (count * 256)
+        assert 2 < attended < 256, attended
+        expected = whole - 3 * model.num_layers * 2 * width * (256 - attended)
+        assert 2 * record.tflops_per_gpu * 1e12 / record.tokens_per_s == pytest.approx(expected, rel=1e-5)
+
+
+def results(squares):
+    loss = torch.tensor([4.0, 2.0])
+    for each in squares:
+        found = None if each is None else torch.tensor([each])
+        yield StepResult(loss_sum_and_tokens=loss, grad_norm=loss[:1], skipped=loss[0] < 0, squared_lengths=found)
+
+
+def test_the_benchmark_counts_the_documents_of_timed_steps():
+    config = load_config(["model=gpt2_124m", "fp8=delayed", MASKED])
+    model = config.model
+    masked = compute_figures([[replace(MEASURED, attended=100.0)]], resolve(config), H200)
+    plain = compute_figures([[MEASURED]], resolve(config), H200)
+    less = 3 * model.num_layers * 2 * model.hidden_size * (model.encoder_seq_length - 100)
+    rate = plain.tokens_per_s_per_gpu / 1e12
+    assert masked.tflops_per_gpu == pytest.approx(plain.tflops_per_gpu - less * rate)
+    # More of what is left is in FP8, whose ceiling is higher.
+    assert masked.fp8_flops_share > plain.fp8_flops_share
+    assert masked.mfu < plain.mfu * masked.tflops_per_gpu / plain.tflops_per_gpu
+
+
+@pytest.mark.parametrize(("squares", "expected"), [([9.0, 9.0, 4.0, 6.0], 5.0), ([None] * 4, None)])
+def test_a_stopwatch_leaves_warmup_steps_out(squares, expected, compose_config):
+    install_cpu_device()
+    config = compose_config("benchmark.warmup_steps=2", "benchmark.steps=2", "benchmark.interval=1")
+    watch = Stopwatch(config.benchmark, platform=CPU, launched_unix=0.0, profiler=None)
+    for step, result in enumerate(results(squares), start=1):
+        watch.after_step(step, result)
+    assert watch.squared_lengths == expected
+
+
+def test_the_plan_says_what_lengths_it_assumed():
+    def printed(*overrides):
+        console = Console(file=io.StringIO(), width=WIDTH)
+        print_plan(build_plan(load_config(["model=gpt2_124m", "fp8=delayed", *overrides])), console)
+        return " ".join(console.file.getvalue().split())
+
+    assumed = "samples of one document each"
+    assert printed(MASKED).count(assumed) == 2
+    assert assumed not in printed()
