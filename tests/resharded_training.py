@@ -55,6 +55,15 @@ _EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64", "model.in
 # In BF16 rounding alone would send tokens to another expert: each token meets all of them.
 _BF16_EXPERTS = (*_EXPERTS, *_BF16, "model.moe_router_topk=4")
 _DELAYED = emulate("delayed", "model.fp8_amax_history_len=4")
+_UNSHARDED = ("model.use_distributed_optimizer=false", "model.overlap_param_gather=false")
+_TP2_SP_EP2 = (
+    "parallelism=tp2_sp",
+    "model.expert_model_parallel_size=2",
+    "model.expert_tensor_parallel_size=1",
+    "model.use_distributed_optimizer=true",
+)
+# Products in fp32, so that layouts differ by its rounding alone, and queries that share keys and values.
+_MUON = ("optimizer=muon", "model.optim.muon_fp32_matmul_prec=highest", "model.num_query_groups=2")
 # Weights in FP8.
 _STORED = (*emulate("torchao_tensorwise"), "model.fp8_params=true", *_BF16)
 
@@ -104,13 +113,7 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     # Two ranks of a distributed optimizer share each expert, and two others the attention.
     "tp2_sp_ep2.moe": (
         4,
-        [
-            "parallelism=tp2_sp",
-            "model.expert_model_parallel_size=2",
-            "model.expert_tensor_parallel_size=1",
-            "model.use_distributed_optimizer=true",
-            *_EXPERTS,
-        ],
+        [*_TP2_SP_EP2, *_EXPERTS],
     ),
     "single.moe_bf16": (1, _BF16_EXPERTS),
     "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_BF16_EXPERTS]),
@@ -125,13 +128,28 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "single.sgd": (1, ["model.optim.name=sgd"]),
     "tp2_plain.sgd": (
         2,
-        [
-            "parallelism=tp2",
-            "model.optim.name=sgd",
-            "model.use_distributed_optimizer=false",
-            "model.overlap_param_gather=false",
-        ],
+        ["parallelism=tp2", "model.optim.name=sgd", *_UNSHARDED],
     ),
+    "single_muon": (1, _MUON),
+    "dp2_muon": (2, ["parallelism=dp", *_MUON]),
+    "dp2_plain_muon": (2, ["parallelism=single", *_MUON]),
+    "zero2_muon": (2, ["parallelism=zero2", *_MUON]),
+    "tp2_muon": (2, ["parallelism=tp2", *_MUON]),
+    "tp2_sp_distributed_muon": (2, ["parallelism=tp2_sp", "model.optim.muon_tp_mode=distributed", *_MUON]),
+    "tp2_blockwise_muon_in_blocks": (2, ["parallelism=tp2", *_MUON, "model.optim.muon_tp_mode=blockwise"]),
+    "tp2_plain_muon": (2, ["parallelism=tp2", *_UNSHARDED, *_MUON]),
+    # More ranks than matrices of a form.
+    "dp4_muon": (4, ["parallelism=dp", *_MUON]),
+    "tp2_pp2_muon": (4, ["parallelism=tp2_pp2", *_MUON]),
+    "tp2_dp2_muon": (4, ["parallelism=tp2", *_MUON]),
+    "dp2_muon.bf16": (2, ["parallelism=dp", *_BF16, *_MUON]),
+    "single_muon.bf16": (1, [*_BF16, *_MUON]),
+    "tp2_muon.bf16": (2, ["parallelism=tp2", *_BF16, *_MUON]),
+    "dp2_muon.stored_bf16": (2, ["parallelism=dp", *_STORED, *_MUON]),
+    "single_muon.moe": (1, [*_EXPERTS, *_MUON]),
+    "ep2_muon.moe": (2, ["parallelism=ep2", *_EXPERTS, *_MUON]),
+    "tp2_sp_ep2_muon.moe": (4, [*_TP2_SP_EP2, *_EXPERTS, *_MUON]),
+    "tp2_muon.moe": (2, ["parallelism=tp2_sp", *_EXPERTS, *_MUON]),
 }
 
 

@@ -23,11 +23,14 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.optimizer_state import is_moment
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from tests.checkpoint_files import flip
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
+from tests.optimizer_states import LEAN
+from tests.resharded_training import saved_state
 
 DATA = {"tokenizer": "of the run", "tokens": "of the run", "splits": "of the run"}
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")
@@ -338,7 +341,9 @@ def test_fifty_steps_after_a_resume_are_bit_for_bit_those_of_the_uncut_run(overr
         assert fifty(training) == expected
 
 
-@pytest.mark.parametrize("optimizer", [(), (DISTRIBUTED,), ("model.optim.name=sgd", "model.optim.lr=0.1")])
+@pytest.mark.parametrize(
+    "optimizer", [(), (DISTRIBUTED,), ("model.optim.name=sgd", "model.optim.lr=0.1"), ("optimizer=muon",)]
+)
 def test_a_run_is_taken_back_to_its_checkpoint_in_place(optimizer, tmp_path):
     with emulated_training(*DROPOUT, *optimizer) as training:
         for _ in range(3):
@@ -366,9 +371,11 @@ def test_a_run_saved_before_its_first_step_resumes_too(tmp_path):
         ("trainer.precision=bf16",),
         ("trainer.precision=bf16", DISTRIBUTED),
         ("model.optim.name=sgd",),
+        ("optimizer=muon",),
+        ("optimizer=muon", "trainer.precision=bf16", DISTRIBUTED),
         emulate("delayed"),
     ],
-    ids=["fp32", "distributed", "bf16", "bf16 distributed", "sgd", "delayed"],
+    ids=["fp32", "distributed", "bf16", "bf16 distributed", "sgd", "muon", "muon bf16 distributed", "delayed"],
 )
 def test_weights_alone_start_a_run_of_their_own(overrides, kept):
     with emulated_training(*DROPOUT) as training:
@@ -389,6 +396,53 @@ def test_weights_alone_start_a_run_of_their_own(overrides, kept):
         training.step()
         torch.testing.assert_close(loaded, before, rtol=0, atol=0)
         assert training.trainable.scheduler.num_steps == 1
+
+
+CHANGE = "checkpoint.allow_optimizer_change=true"
+BF16 = "trainer.precision=bf16"
+
+
+@pytest.mark.parametrize(
+    ("saved", "resumed"),
+    [
+        (["optimizer=adam"], ["optimizer=muon"]),
+        (["optimizer=muon"], ["optimizer=adam"]),
+        (["optimizer=adam", BF16], ["optimizer=muon", BF16, DISTRIBUTED]),
+        (["optimizer=muon", BF16, DISTRIBUTED], ["optimizer=adam", BF16]),
+        (["optimizer=sgd", BF16], ["optimizer=muon", BF16]),
+        (["optimizer=muon", BF16], ["optimizer=adam", *LEAN]),
+        (["optimizer=adam", *LEAN], ["optimizer=muon", BF16, DISTRIBUTED]),
+    ],
+)
+def test_another_optimizer_goes_on_from_masters_and_step_if_that_is_allowed(saved, resumed, tmp_path):
+    with emulated_training(*saved) as training:
+        for _ in range(3):
+            training.step()
+        path = save(training, tmp_path / "saved", 3)
+    name = resumed[0].replace("optimizer=", "model.optim.name=")
+    with emulated_training(*resumed, "model.seed=7") as training, pytest.raises(UserError) as refused:
+        restore(training, path)
+    assert f"{name} (saved with {saved[0].removeprefix('optimizer=')})" in str(refused.value)
+    assert CHANGE in str(refused.value)
+    with emulated_training(*resumed, CHANGE, "model.seed=7") as training:
+        restored = restore(training, path)
+        (note,) = restored.notes
+        assert name in note
+        assert training.trainable.scheduler.num_steps == 3
+        before, after = (saved_state(each) for each in (path, save(training, tmp_path / "restored", 3)))
+        assert after["common"]["optimizer"]["step"] == 0
+        for key in (key for key in after if isinstance(after[key], torch.Tensor) and "_extra_state" not in key):
+            if is_moment(key):
+                assert not after[key].any(), key
+            else:
+                assert after[key].equal(before[key]), key
+        training.step()
+        path = save(training, tmp_path / "restored", 4)
+        expected = [training.step() for _ in range(2)]
+    with emulated_training(*resumed, CHANGE) as training:
+        # A requeued run has the same command and drops nothing again.
+        assert restore(training, path).notes == []
+        assert [training.step() for _ in range(2)] == expected
 
 
 def test_weights_of_another_model_or_tokenizer_are_refused(kept):

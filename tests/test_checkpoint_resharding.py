@@ -98,6 +98,28 @@ PAIRS = [
     ("fsdp_ep2.moe", "single.moe"),
     ("single.sgd", "tp2_plain.sgd"),
     ("tp2_plain.sgd", "single.sgd"),
+    ("single_muon", "tp2_muon"),
+    ("tp2_muon", "tp2_muon"),
+    ("tp2_muon", "single_muon"),
+    ("dp2_muon", "dp2_muon"),
+    ("dp2_muon", "zero2_muon"),
+    ("zero2_muon", "zero2_muon"),
+    ("zero2_muon", "tp2_sp_distributed_muon"),
+    ("tp2_sp_distributed_muon", "tp2_sp_distributed_muon"),
+    ("tp2_plain_muon", "dp2_muon"),
+    ("single_muon", "tp2_plain_muon"),
+    ("tp2_plain_muon", "tp2_plain_muon"),
+    ("dp2_plain_muon", "tp2_pp2_muon"),
+    ("tp2_pp2_muon", "dp2_plain_muon"),
+    ("tp2_muon", "tp2_dp2_muon"),
+    ("tp2_dp2_muon", "dp4_muon"),
+    ("single_muon.bf16", "dp2_muon.bf16"),
+    ("dp2_muon.bf16", "tp2_muon.bf16"),
+    ("dp2_muon.stored_bf16", "dp2_muon.stored_bf16"),
+    ("single_muon.moe", "ep2_muon.moe"),
+    ("ep2_muon.moe", "ep2_muon.moe"),
+    ("ep2_muon.moe", "tp2_sp_ep2_muon.moe"),
+    ("tp2_sp_ep2_muon.moe", "tp2_muon.moe"),
     ("single.moe", "ep2.moe"),
     ("ep2.moe", "tp2_sp_ep2.moe"),
     ("tp2_sp_ep2.moe", "single.moe"),
@@ -213,11 +235,10 @@ def samples_by_step(ranks):
 @pair_parameters([*PAIRS, *SLOW])
 def test_every_bit_comes_through_any_layout(source, target, results):
     before, after = saved_by(source, results), saved_state(results / f"{source}.{target}.again" / STEP)
-    moments = ["momentum_buffer"] if "sgd" in source else ["exp_avg", "exp_avg_sq"]
     masters = ["fp32_param"] if "bf16" in source else []
     scales = {key for key in before if "_extra_state" in key}
     weights = {key for key in before if not key.startswith("optimizer.")} - scales - {"common", "progress"}
-    states = {f"optimizer.state.{kind}.{key}" for kind in moments + masters for key in weights}
+    states = {f"optimizer.state.{kind}.{key}" for key in weights for kind in moments_of(key, source) + masters}
     assert before.keys() == weights | scales | states | {"common", "progress"}
     assert all(before[key].count_nonzero() for key in states)
     # Layers without scales keep an object as well, which says so.
@@ -236,6 +257,39 @@ def test_every_bit_comes_through_any_layout(source, target, results):
             assert (before[key].double() - master).abs().equal((after[key].double() - master).abs()), key
         changed -= weights
     assert not changed
+
+
+def moments_of(weight, layout):
+    """Of a weight, by its name in a checkpoint."""
+    of_matrix = weight.startswith("decoder.layers.") and weight.endswith(".weight")
+    by_muon = "muon" in layout and of_matrix and "norm" not in weight and "router" not in weight
+    return ["momentum_buffer"] if "sgd" in layout or by_muon else ["exp_avg", "exp_avg_sq"]
+
+
+def test_muon_computes_the_same_in_any_layout(results):
+    """Weights and moments of matrices that ranks shard, cut, and share as experts, after two steps."""
+    compared = 0
+    for layout in (layout for layout in ALL_LAYOUTS if layout.endswith(("muon", "muon.moe"))):
+        of_experts = layout.endswith(".moe")
+        whole, found = saved_by(f"single_muon{'.moe' * of_experts}", results), saved_state(results / layout / STEP)
+        tolerance = STEPS * gradient_tolerance(config_of(layout, results).model, torch.float32, STEPS)
+        for key, value in whole.items():
+            if isinstance(value, torch.Tensor) and value.is_floating_point():
+                assert (found[key] - value).norm() < tolerance * value.norm(), (layout, key)
+                compared += key.startswith("optimizer.state.momentum_buffer.")
+    assert compared == 10 * 4 + 4 * 4
+
+
+def test_muon_computes_the_same_bits_however_states_are_sharded(results):
+    sharded, plain = (saved_state(results / layout / STEP) for layout in ("dp2_muon", "dp2_plain_muon"))
+    assert not differing(sharded, plain)
+
+
+def test_blocks_of_a_matrix_are_another_update(results):
+    """Of tensor parallel ranks, each by itself: what the modes without it must not compute."""
+    whole, blocks = (saved_state(results / layout / STEP) for layout in ("tp2_muon", "tp2_blockwise_muon_in_blocks"))
+    key = "decoder.layers.mlp.linear_fc1.weight"
+    assert (whole[key] - blocks[key]).norm() > 1e-3 * whole[key].norm()
 
 
 def test_one_bit_of_a_moment_would_show(results):

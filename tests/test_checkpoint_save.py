@@ -249,7 +249,8 @@ def test_a_checkpoint_of_the_clocks_stays_where_the_next_one_fails(training, sav
 
 
 @pytest.mark.parametrize(
-    "overrides", [(), ("trainer.precision=bf16",), ("model.optim.name=sgd",), LEAN, (*LEAN, *SMALLEST)]
+    "overrides",
+    [(), ("trainer.precision=bf16",), ("model.optim.name=sgd",), ("optimizer=muon",), LEAN, (*LEAN, *SMALLEST)],
 )
 def test_the_plan_knows_the_size_of_a_checkpoint(training, tmp_path, overrides):
     built = build_training(*overrides)

@@ -44,6 +44,7 @@ TRAINED = {
         "trainer.max_time=00:01:00:00",
     ),
     "SGD at a constant rate": ("model.optim.name=sgd", "model.optim.sched.name=constant"),
+    "Muon": ("optimizer=muon",),
     "warmup, stable, decay": ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=2"),
     "experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64"),
     "random tokens": ("data=mock",),
@@ -68,6 +69,7 @@ EXCEPTIONS = {
     "checkpoint.on_save_error": "read where a save has failed",
     "checkpoint.fall_back": "read where there are checkpoints",
     "checkpoint.allow_data_change": "read where there is a checkpoint",
+    "checkpoint.allow_optimizer_change": "read where there is a checkpoint",
 }
 
 

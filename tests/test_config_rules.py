@@ -360,6 +360,54 @@ RULES = {
         told="model.optim.momentum=1.0",
         offers="model.optim.momentum=0.9",
     ),
+    "Muon's momentum": Refused(
+        "optimizer=muon model.optim.muon_momentum=1",
+        told="model.optim.muon_momentum=1.0",
+        offers="model.optim.muon_momentum=0.95",
+    ),
+    "Muon without iterations": Refused(
+        "optimizer=muon model.optim.muon_num_ns_steps=0",
+        told="model.optim.muon_num_ns_steps=0",
+        legal="optimizer=muon model.optim.muon_num_ns_steps=1",
+    ),
+    "Muon's factor": Refused(
+        "optimizer=muon model.optim.muon_extra_scale_factor=0",
+        told="model.optim.muon_extra_scale_factor=0.0",
+        offers="model.optim.muon_extra_scale_factor=0.2",
+    ),
+    "small states with Muon": Refused(
+        f"{LEAN} optimizer=muon",
+        told=f"{SMALL} model.optim.name=muon",
+        offers="model.optim.name=adam",
+    ),
+    "Adam with Muon's momentum": Refused(
+        "model.optim.muon_momentum=0.9",
+        told="model.optim.muon_momentum=0.9 model.optim.name=adam",
+        offers="model.optim.name=muon | model.optim.muon_momentum=0.95",
+    ),
+    "Adam with Muon's iterations": Refused(
+        "model.optim.muon_num_ns_steps=6",
+        told="model.optim.muon_num_ns_steps=6 model.optim.name=adam",
+        offers="model.optim.name=muon | model.optim.muon_num_ns_steps=5",
+    ),
+    "Adam with Muon's tensor parallelism": Refused(
+        "model.optim.muon_tp_mode=blockwise",
+        told="model.optim.muon_tp_mode=blockwise model.optim.name=adam",
+        offers="model.optim.name=muon | model.optim.muon_tp_mode=duplicated",
+    ),
+    "SGD with Muon's heads": Refused(
+        "model.optim.name=sgd parallelism=single model.optim.muon_split_qkv=false",
+        told="model.optim.muon_split_qkv=false model.optim.name=sgd",
+        offers="model.optim.name=muon | model.optim.muon_split_qkv=true",
+    ),
+    "no rate of embeddings": Refused(
+        "model.optim.decoupled_lr=0", told="model.optim.decoupled_lr=0.0", offers="model.optim.decoupled_lr=3e-4,null"
+    ),
+    "init_lr above the rate of embeddings": Refused(
+        "model.optim.decoupled_lr=1e-5 model.optim.sched.init_lr=1e-4",
+        told="model.optim.sched.init_lr=0.0001 model.optim.decoupled_lr=1e-05",
+        offers="model.optim.sched.init_lr=0 | model.optim.decoupled_lr=null",
+    ),
     "weight decay": Refused(
         "model.optim.weight_decay=-1", told="model.optim.weight_decay=-1.0", offers="model.optim.weight_decay=0"
     ),
@@ -659,7 +707,14 @@ def test_wandb_is_refused_where_only_a_folder_has_its_name(broken_rules, tmp_pat
     assert problem.endswith(f"{how_to_install('wandb')}, or use logging.wandb=false")
 
 
-@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "wandb"])
+def test_muon_is_refused_where_its_package_is_missing(broken_rules, monkeypatch):
+    assert broken_rules("optimizer=muon") == []
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if "site-packages" not in path])
+    (problem,) = broken_rules("optimizer=muon")
+    assert problem.endswith(f"{how_to_install('muon')}, or use optimizer=adam")
+
+
+@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "muon", "wandb"])
 def test_an_extra_is_installed_as_the_gpu_page_says(extra, pytestconfig):
     command = re.search(r"python -m pip .*", how_to_install(extra))[0]
     assert command.endswith(f"-e '.[{extra}]'")

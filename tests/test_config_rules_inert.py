@@ -26,6 +26,12 @@ def jobs(*arguments):
             SGD,
         ),
         (
+            "model.optim.momentum=0.5",
+            "model.optim.momentum=0.5 model.optim.name=muon model.optim.muon_momentum",
+            ("optimizer=muon",),
+            SGD,
+        ),
+        (
             "model.optim.betas=[0.8,0.9]",
             "model.optim.betas=[0.8,0.9] model.optim.name=sgd",
             SGD,

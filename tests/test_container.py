@@ -319,7 +319,7 @@ def test_an_extra_that_does_not_exist_is_refused_with_those_that_do(tmp_path):
 
     assert done.returncode == 1
     assert done.stderr.startswith(
-        "error: EXTRAS=flash,wand: pyproject.toml has no extra 'wand'; use te, flash, torchao, wandb"
+        "error: EXTRAS=flash,wand: pyproject.toml has no extra 'wand'; use te, flash, torchao, muon, wandb"
     )
 
 

@@ -230,6 +230,10 @@ ROWS = [
     Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
     Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
     Row(
+        override="model.optim.decoupled_lr=1e-3",
+        optimizer={"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4},
+    ),
+    Row(
         override="model.optim.lr=1e-3",
         context=("model.optim.sched.min_lr=null",),
         optimizer={"lr": 1e-3, "min_lr": 1e-4},

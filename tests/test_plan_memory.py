@@ -9,6 +9,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 from gpt_pretrain.config.derived import kv_channels, num_query_groups
 from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.plan.memory import GIB
+from gpt_pretrain.plan.muon import orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     layer_activations,
@@ -173,6 +174,7 @@ FP8_MOMENT = ("model.optim.exp_avg_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp1
         # Without the distributed optimizer every rank keeps all of it.
         (("plan.num_gpus=4",), 2 + 4 + 4 + 8),
         (("model.optim.name=sgd",), 2 + 4 + 4 + 4),
+        (("optimizer=muon",), 2 + 4 + 4 + 8 - 4 * 32 * 218_103_808 / 8_030_261_248),
         (("trainer.precision=fp32", "model.transformer_engine=false"), 4 + 4 + 8),
         ((*LEAN,), 2 + 4 + 2 + 8),
         ((*LEAN, "model.optim.store_param_remainders=false"), 2 + 4 + 4 + 8),
@@ -464,3 +466,22 @@ def test_the_ways_out_leave_experts_shared_out():
         planned = plan_of("experiment=qwen3_30b_a3b_8gpu", "plan.gpu=h100", *way.split())
         assert planned.spec.model.expert_model_parallel_size >= 8
         assert float(gib) <= 79.6
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [
+        # A gate and up of 117M values is more than fits at once; smaller ones share a batch.
+        (("model=llama3_8b",), 4096 * 28_672),
+        (("model=gpt2_124m",), 12 * 768 * 3072),
+        (("model=gpt3_1_3b",), 4 * 2048 * 8192),
+        (("model=llama3_8b", "parallelism=tp2"), 4096 * 28_672),
+        (("model=gpt2_124m", "parallelism=dp", "plan.num_gpus=8"), 2 * 768 * 3072),
+    ],
+)
+def test_muon_holds_a_batch_of_matrices(overrides, values):
+    plan = plan_of(*overrides, "optimizer=muon")
+    (stage,) = plan_stages(plan.spec)
+    assert orthogonalization_bytes(plan.spec, stage) == 16 * values
+    adam = plan_of(*overrides)
+    assert orthogonalization_bytes(adam.spec, stage) == 0

@@ -7,8 +7,7 @@ import pytest
 from gpt_pretrain.config.choices import PlanGpu
 from gpt_pretrain.config.recipes import RECIPES, Cost
 from gpt_pretrain.plan.kernel_times import ROUTING_BYTES, ROUTING_KERNELS, gemm_s, head_s
-from gpt_pretrain.plan.machine import EFFICIENCY
-from gpt_pretrain.plan.speed import link_bytes_per_s
+from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, plan_stages, rank_load
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.gpus import GPUS
@@ -628,3 +627,42 @@ def test_attention_in_fp8_is_faster_than_in_bf16():
     asked = [f"model.fp8_dot_product_attention={value}" for value in ("false", "true")]
     bf16, fp8 = (plan_of(*FUSED_EIGHT, each).speed.run.seconds["attention"] for each in asked)
     assert bf16 / fp8 == pytest.approx(1.2, rel=0.01)
+
+
+def _iterations(*shapes):
+    """FLOPs of five iterations of Newton-Schulz, x·xᵀ, its square and the product with x, on matrices [m, n], m ≤ n."""
+    return sum(5 * (2 * m * m * n + 2 * m**3 + 2 * m * m * n) for m, n in shapes)
+
+
+# Llama 3 8B: queries, keys, values, projection, gate and up, down.
+MATRICES = ((4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096), (4096, 28672), (4096, 14336))
+UNSPLIT = ((4096, 6144), *MATRICES[3:])
+IN_TWO = ((2048, 4096), (512, 4096), (512, 4096), (2048, 4096), (4096, 14336), (4096, 7168))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "flops", "ranks"),
+    [
+        ((), _iterations(*MATRICES), 1),
+        (("model.optim.muon_split_qkv=false",), _iterations(*UNSPLIT), 1),
+        (("model.optim.muon_num_ns_steps=10",), 2 * _iterations(*MATRICES), 1),
+        (("model.optim.muon_fp32_matmul_prec=high",), 2 * _iterations(*MATRICES), 1),
+        (("parallelism=dp", "plan.num_gpus=4"), _iterations(*MATRICES) / 4, 4),
+        # Ranks without sharded states all compute all.
+        (("parallelism=single", "plan.num_gpus=4"), _iterations(*MATRICES), 1),
+        (("parallelism=tp2",), _iterations(*MATRICES) / 2, 2),
+        (("parallelism=tp2", "model.optim.muon_tp_mode=blockwise"), _iterations(*IN_TWO), 2),
+    ],
+)
+def test_muon_takes_the_time_of_its_iterations(overrides, flops, ranks):
+    seconds = plan_of("model=llama3_8b", "optimizer=muon", *overrides).speed.run.seconds
+    weights = 32 * 218_103_808 / ranks
+    passes = 24 * weights / (4.8e12 * EFFICIENCY.bandwidth)
+    expected = 32 * flops / (989.4e12 * EFFICIENCY.bf16) + passes
+    assert seconds["orthogonalization"] == pytest.approx(expected, rel=1e-3)
+    assert ("Muon's exchanges" in seconds) is (ranks > 1 and "model.optim.muon_tp_mode=blockwise" not in overrides)
+
+
+def test_adam_has_nothing_of_muon():
+    seconds = plan_of("model=llama3_8b").speed.run.seconds
+    assert not {"orthogonalization", "Muon's exchanges"} & seconds.keys()

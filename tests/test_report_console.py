@@ -205,7 +205,9 @@ def test_a_checkpoint_is_shown_with_its_size_and_its_times_or_why_there_is_none(
 
 
 @pytest.mark.parametrize(
-    "record", [RECORD, VALIDATION, EXPERTS, COVERAGE, *FP8_TENSORS], ids=lambda each: type(each).__name__
+    "record",
+    [replace(RECORD, decoupled_lr=1e-3), VALIDATION, EXPERTS, COVERAGE, *FP8_TENSORS],
+    ids=lambda each: type(each).__name__,
 )
 def test_a_log_has_every_column_by_its_name(record):
     pairs = dict(itertools.batched(log_pairs(record).split(), 2))
@@ -232,6 +234,11 @@ def test_every_kind_of_record_is_shown_in_logs_and_on_terminals():
     special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8", "rank_times"}
 
     assert {kind for kind, record in RECORD_KINDS.items() if record in COLUMNS} == set(RECORD_KINDS) - special
+
+
+def test_a_log_shows_a_rate_of_embeddings_where_there_is_one():
+    line = plain_output(lambda console: console.show(replace(RECORD, decoupled_lr=1e-3)))
+    assert " lr 2.500e-04 decoupled_lr 1.000e-03 grad_norm 1.234 " in line
 
 
 def test_a_log_has_one_stable_line_a_record():

@@ -65,6 +65,8 @@ OPTIMIZERS = {
     "Adam with BF16 weights": ["trainer.precision=bf16"],
     "distributed Adam": ["parallelism=dp", "trainer.precision=bf16"],
     "SGD with momentum": ["model.optim.name=sgd"],
+    "Muon": ["optimizer=muon"],
+    "distributed Muon": ["optimizer=muon", "parallelism=dp", "trainer.precision=bf16"],
     "no clipping": ["trainer.gradient_clip_val=0"],
     "FP8": emulate("tensorwise"),
 }

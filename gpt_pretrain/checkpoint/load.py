@@ -38,6 +38,7 @@ from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     EXTRA_STATE,
     FP8_DIGESTS,
+    OPTIMIZER,
     RANDOM_STATES,
     architecture,
     chunks_by_name,
@@ -53,6 +54,7 @@ from gpt_pretrain.checkpoint.state import (
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import CheckpointConfig, Config
 from gpt_pretrain.megatron.optimizer_state import (
+    is_moment,
     load_optimizer_state,
     make_masters_from_weights,
     share_weights_of_masters,
@@ -65,7 +67,7 @@ from gpt_pretrain.megatron.trainable import Trainable
 _PROBLEMS_SHOWN = 5
 _KEYS_SHOWN = 20
 # Parts of an architecture that decide the optimizer's tensors and the types of values, but not which weights exist.
-_NOT_OF_WEIGHTS = ("model.optim.name", "layers", "parameters")
+_NOT_OF_WEIGHTS = (OPTIMIZER, "layers", "parameters")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -245,17 +247,23 @@ def load_checkpoint(
     step. `data` has `data.corpus.Corpus.fingerprints`.
 
     Raises:
-        UserError: The checkpoint is of another model; of another FP8 recipe with state, unless
-            `checkpoint.reset_fp8_state`; or of other data, unless `checkpoint.allow_data_change`.
+        UserError: The checkpoint is of another model; of another optimizer, unless
+            `checkpoint.allow_optimizer_change`; of another FP8 recipe with state, unless `checkpoint.reset_fp8_state`;
+            or of other data, unless `checkpoint.allow_data_change`.
     """
     path, manifest, model = checkpoint.path, checkpoint.manifest, config.model
     notes = compare_data(path, data, manifest.data, allowed=config.checkpoint.allow_data_change)
     current = architecture(model, trainable.model.transformer_config)
+    saved_optimizer = manifest.architecture.get(OPTIMIZER, "")
+    changes_optimizer = current[OPTIMIZER] != saved_optimizer
+    if changes_optimizer and config.checkpoint.allow_optimizer_change:
+        change = differences({OPTIMIZER: current.pop(OPTIMIZER)}, manifest.architecture)
+        notes.append(f"{change}: masters, schedule and step go on, and the optimizer's moments start at zero")
     if different := differences(current, manifest.architecture):
-        raise UserError(
-            f"{path} holds another model: {different}; resume with the saved values, or give "
-            f"{_afresh(config.checkpoint)}"
-        )
+        way = "resume with the saved values"
+        if changes_optimizer and not differences({**current, OPTIMIZER: saved_optimizer}, manifest.architecture):
+            way += ", drop the optimizer's moments with checkpoint.allow_optimizer_change=true"
+        raise UserError(f"{path} holds another model: {different}; {way}, or give {_afresh(config.checkpoint)}")
     restores_fp8 = keeps_fp8_state(
         path,
         trainable.model.spec.fp8,
@@ -265,7 +273,7 @@ def load_checkpoint(
     )
     places = places_of_ranks(layout(model, torch.distributed.get_world_size()))
     restores_random_states = places == places_of_ranks(manifest.layout)
-    wanted = sharded_state(trainable, is_loading=True)
+    wanted = sharded_state(trainable, is_loading=True, masters_alone=changes_optimizer)
     if not restores_random_states:
         del wanted[RANDOM_STATES]
         notes.append(
@@ -274,11 +282,15 @@ def load_checkpoint(
         )
 
     def left_out(key: str) -> bool:
-        return (key == RANDOM_STATES and not restores_random_states) or (EXTRA_STATE in key and not restores_fp8)
+        return (
+            (key == RANDOM_STATES and not restores_random_states)
+            or (EXTRA_STATE in key and not restores_fp8)
+            or (is_moment(key) and changes_optimizer)
+        )
 
     with restricted(path):
         state = _load(path, trainable, wanted, left_out)
-        load_optimizer_state(trainable.optimizer, state["optimizer"])
+        load_optimizer_state(trainable.optimizer, state["optimizer"] | ({"step": 0} if changes_optimizer else {}))
         share_weights_of_masters(trainable.optimizer, trainable.model)
         # megatron-core adds the checkpoint's steps to those taken.
         trainable.scheduler.num_steps = 0

@@ -82,6 +82,7 @@ _LAYOUT_KEYS = (
 )
 # A mixture of experts also has these.
 _EXPERT_ARCHITECTURE_KEYS = ("num_moe_experts", "moe_router_topk")
+OPTIMIZER = "model.optim.name"
 _DISTRIBUTED_OPTIMIZER = "model.use_distributed_optimizer"
 
 
@@ -126,10 +127,15 @@ def sharded_model(model: Model) -> dict[str, Any]:
     return {name: chunk.sharded_state_dict(metadata=dict(METADATA)) for name, chunk in chunks_by_name(model).items()}
 
 
-def sharded_state(trainable: Trainable, *, is_loading: bool) -> dict[str, Any]:
-    """This rank's parts of model, optimizer and random states, to write from or read into."""
+def sharded_state(trainable: Trainable, *, is_loading: bool, masters_alone: bool = False) -> dict[str, Any]:
+    """This rank's parts of model, optimizer and random states, to write from or read into.
+
+    With `masters_alone` the optimizer's other states are left out.
+    """
     state = sharded_model(trainable.model)
-    state["optimizer"] = sharded_optimizer_state(trainable.optimizer, state, metadata=METADATA, is_loading=is_loading)
+    state["optimizer"] = sharded_optimizer_state(
+        trainable.optimizer, state, metadata=METADATA, is_loading=is_loading, masters_alone=masters_alone
+    )
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     state[RANDOM_STATES] = ShardedObject(RANDOM_STATES, random_states(), (world_size,), (rank,), replica_id=0)
     return state
@@ -162,7 +168,7 @@ def architecture(model: ModelConfig, transformer_config: TransformerConfig) -> d
     """What decides which tensors there are, their shapes and their meaning; plain text by key."""
     return describe_weights(model) | {
         "padded vocabulary": str(padded_vocab_size(model)),
-        "model.optim.name": model.optim.name.name,
+        OPTIMIZER: model.optim.name.name,
         # Transformer Engine's layers have tensors that local layers lack, and only BF16 weights have masters.
         "layers": transformer_config.transformer_impl,
         "parameters": str(transformer_config.params_dtype).removeprefix("torch."),

@@ -169,10 +169,46 @@ class PlanGpu(Enum):
 
 
 class OptimizerName(OpenChoice):
-    """Optimizer; `adam` is decoupled (AdamW)."""
+    """Optimizer; `adam` is decoupled (AdamW), `muon` updates the layers' matrices and leaves the rest to Adam."""
 
     adam = "adam"
+    muon = "muon"
     sgd = "sgd"
+
+
+class MuonCoefficientType(Enum):
+    """Coefficients of Newton-Schulz iteration, by their names in emerging-optimizers."""
+
+    simple = "simple"
+    quintic = "quintic"
+    polar_express = "polar_express"
+    cans = "cans"
+    aol = "aol"
+    deepseekv4 = "deepseekv4"
+
+
+class MuonScaleMode(Enum):
+    """What an orthogonalized matrix is multiplied by."""
+
+    spectral = "spectral"
+    unit_rms_norm = "unit_rms_norm"
+    shape_scaling = "shape_scaling"
+
+
+class MuonMatmulPrec(Enum):
+    """Numbers of Newton-Schulz iteration: BF16 (medium), TF32 where the GPU has it (high), fp32 (highest)."""
+
+    medium = "medium"
+    high = "high"
+    highest = "highest"
+
+
+class MuonTpMode(Enum):
+    """How matrices are orthogonalized that tensor parallelism cuts."""
+
+    duplicated = "duplicated"
+    distributed = "distributed"
+    blockwise = "blockwise"
 
 
 class MainParamsDtype(Enum):

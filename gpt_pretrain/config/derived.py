@@ -156,6 +156,11 @@ def min_lr(optim: OptimConfig) -> float:
     return optim.lr / 10 if optim.sched.min_lr is None else optim.sched.min_lr
 
 
+def decoupled_min_lr(optim: OptimConfig) -> float | None:
+    """Learning rate of word embeddings and LM head after the decay; None: they have no rate of their own."""
+    return None if optim.decoupled_lr is None else optim.decoupled_lr / 10
+
+
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
     """Training samples of the whole run: the same at each start, because megatron-core's order depends on the number.
 

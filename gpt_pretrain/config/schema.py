@@ -134,6 +134,8 @@ class CheckpointConfig:
     allow_data_change: bool
     """Allow data or a tokenizer that differ from the checkpoint's; consumed samples count in the new data. With
     init_from: allow token ids of which nobody knows the tokenizer."""
+    allow_optimizer_change: bool = key(before=False)
+    """Allow another optimizer than the checkpoint's, which goes on from its weights and step with moments of zero."""
     reset_fp8_state: bool
     """Drop the checkpoint's FP8 scales and amax histories on purpose, after a change of recipe, history or TE version,
     or to BF16. Only when resuming, and once: started again with it, the run keeps those collected since."""

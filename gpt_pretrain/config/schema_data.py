@@ -7,6 +7,10 @@ from gpt_pretrain.config.choices import (
     DataImpl,
     MainParamsDtype,
     MomentDtype,
+    MuonCoefficientType,
+    MuonMatmulPrec,
+    MuonScaleMode,
+    MuonTpMode,
     OptimizerName,
     ScheduleName,
     TokenizerLibrary,
@@ -23,6 +27,12 @@ _WITHOUT_SMALL_STATES = unread_with(
 )
 _WITH_WHOLE_MASTERS = unread_with(
     "model.optim.main_params_dtype", MainParamsDtype.fp16, because=", which is stored whole"
+)
+_ONLY_MUON = read_with(
+    "model.optim.name",
+    OptimizerName.muon,
+    because=": only muon reads it",
+    instead="model.optim.name=muon, or {key}={idle}",
 )
 _SCHEDULE = "model.optim.sched.name"
 _WITH_CONSTANT_RATE = unread_with(
@@ -140,6 +150,8 @@ class OptimConfig:
     """The optimizer; adam is AdamW."""
     lr: float = key(above=0, use="3e-4 or another", aliases=["learning_rate"], core=["OptimizerConfig"])
     """Peak learning rate."""
+    decoupled_lr: float | None = key(above=0, use="3e-4 or another, or null", before=None, core=["OptimizerConfig"])
+    """Peak learning rate of word embeddings and LM head, which decays to a tenth; null: `lr`, and `sched.min_lr`."""
     betas: list[float] = key(aliases=["adam_beta1", "adam_beta2"])
     """Adam's two exponential decay rates."""
     eps: float = key(above=0, use="1e-8 or another", core=["OptimizerConfig.adam_eps"])
@@ -159,4 +171,33 @@ class OptimConfig:
     """Type of Adam's first moment: fp32, bf16, fp16 or fp8."""
     exp_avg_sq_dtype: MomentDtype = key(before=MomentDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
     """Type of Adam's second moment: fp32, bf16 or fp16."""
+    muon_momentum: float = key(
+        minimum=0, below=1, use="0.95 or another", before=0.95, core=["OptimizerConfig"], unread=[_ONLY_MUON]
+    )
+    """Muon's momentum: the share of the old mean of gradients that a step keeps."""
+    muon_nesterov: bool = key(before=True, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    """Muon looks one step ahead: it orthogonalizes the momentum mixed once more with the gradient."""
+    muon_split_qkv: bool = key(before=True, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    """Muon orthogonalizes queries, keys and values as three matrices, not the one matrix that they are stored in."""
+    muon_num_ns_steps: int = key(minimum=1, largest=100, before=5, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    """Iterations of Newton-Schulz."""
+    muon_coefficient_type: MuonCoefficientType = key(
+        before=MuonCoefficientType.quintic, core=["OptimizerConfig"], unread=[_ONLY_MUON]
+    )
+    """Coefficients of Newton-Schulz iteration: quintic and simple are made for 5 iterations, aol for 4, cans for 5 or
+    more, polar_express for 5 to 8, deepseekv4 for 10."""
+    muon_scale_mode: MuonScaleMode = key(before=MuonScaleMode.spectral, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    """What an orthogonalized matrix [out, in] is multiplied by: spectral √max(out, in), unit_rms_norm √(out / in),
+    shape_scaling √max(1, out / in)."""
+    muon_extra_scale_factor: float = key(
+        above=0, use="0.2 or another", before=0.2, core=["OptimizerConfig"], unread=[_ONLY_MUON]
+    )
+    """A factor beside muon_scale_mode; 0.2 with spectral gives updates the size of Adam's, so that `lr` serves both."""
+    muon_fp32_matmul_prec: MuonMatmulPrec = key(
+        before=MuonMatmulPrec.medium, core=["OptimizerConfig"], unread=[_ONLY_MUON]
+    )
+    """Numbers of Newton-Schulz iteration: medium (BF16), high (TF32), highest (fp32)."""
+    muon_tp_mode: MuonTpMode = key(before=MuonTpMode.duplicated, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    """How matrices that tensor parallelism cuts are orthogonalized: duplicated (whole, on every rank), distributed
+    (whole, the ranks sum products), blockwise (each rank's block by itself: another update for another layout)."""
     sched: ScheduleConfig

@@ -16,6 +16,7 @@ from typing import Any
 from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, Precision
 from gpt_pretrain.config.derived import (
     ddp_bucket_size,
+    decoupled_min_lr,
     expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
@@ -248,6 +249,7 @@ def optimizer_fields(spec: RunSpec) -> list[Field]:
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),
         Field("decoupled_weight_decay", optimizer.decoupled_weight_decay, ("model.optim.name",)),
         Field("min_lr", min_lr(optim), ("model.optim.sched.min_lr",)),
+        Field("decoupled_min_lr", decoupled_min_lr(optim), ("model.optim.decoupled_lr",)),
         Field("adam_beta1", optim.betas[0], ("model.optim.betas",)),
         Field("adam_beta2", optim.betas[1], ("model.optim.betas",)),
         Field("bf16", dtype is Dtype.bf16, ("trainer.precision",)),

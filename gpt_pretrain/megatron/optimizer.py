@@ -11,20 +11,30 @@ Delayed scaling's state has moved on by then, and is put back first (`fp8.infini
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import (
+    MegatronOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    ParamPredicate,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
+from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import decay_steps, min_lr, shards_gradients, warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
+from gpt_pretrain.megatron.muon import Muon, is_muons
+from gpt_pretrain.megatron.muon_matrices import is_orthogonalized, mark_matrices, matrices_of
 from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
@@ -56,11 +66,18 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
         DistributedOptimizer=reading_parts(sharded) if shards_gradients(spec.model) else sharded,
     )
     patch(OPTIMIZER_STATES, HAVE_APEX_OR_TE=False)
-    optimizer = get_megatron_optimizer(translate_optimizer(spec), model.chunks, use_gloo_process_groups=False)
-    if own is not None:
-        _exchange(optimizer, partial(build_own, own, spec.config))
+    name, options = spec.model.optim.name, translate_optimizer(spec)
+    overrides = get_standard_config_overrides(options)
+    if name is OptimizerName.muon:
+        mark_matrices(model.chunks, _rows_of_heads(model, options))
+        of_adam = ParamPredicate(name="of_adam", fn=lambda parameter: not is_orthogonalized(parameter))
+        overrides[ParamKey(predicate=of_adam)] = {"optimizer": OptimizerName.adam.name}
+    optimizer = get_megatron_optimizer(options, model.chunks, overrides, use_gloo_process_groups=False)
+    if name is OptimizerName.muon:
+        _exchange(optimizer, lambda part, groups: Muon(groups, *matrices_of(part, model.chunks), options))
+    elif own is not None:
+        _exchange(optimizer, lambda _, groups: build_own(own, spec.config, groups))
     forget_first_values(model.chunks)
-    name = spec.model.optim.name
     expected = PrecisionAwareAdam.__name__ if precision_aware else optimizers.OPTIMIZERS[name].class_name
     built = {type(inner).__name__ for inner in _inner_optimizers(optimizer)}
     if not built <= {expected}:
@@ -69,11 +86,18 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     return optimizer
 
 
-def _exchange(optimizer: MegatronOptimizer, build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+def _rows_of_heads(model: Model, options: OptimizerConfig) -> tuple[int, ...] | None:
+    return tuple(_get_qkv_split_shapes(model.transformer_config)) if options.muon_split_qkv else None
+
+
+def _exchange(
+    optimizer: MegatronOptimizer, build: Callable[[Any, list[dict[str, Any]]], torch.optim.Optimizer]
+) -> None:
     """Puts an optimizer of another class in Adam's place, for the same masters or shards of them.
 
     megatron-core 0.19.2 builds `adam` and `sgd` by name and others only through the package emerging-optimizers, but
-    its wrappers shard, cast, save and load whatever torch optimizer they hold. `build` gets torch's parameter groups.
+    its wrappers shard, cast, save and load whatever torch optimizer they hold. `build` gets the wrapper, still around
+    Adam, and torch's parameter groups.
     """
     for part in optimizer.chained_optimizers:
         if (adam := part.optimizer) is None:
@@ -81,11 +105,12 @@ def _exchange(optimizer: MegatronOptimizer, build: Callable[[list[dict[str, Any]
         # Shards of fp32 weights are views, which torch's constructor refuses.
         given = {each: each if each.is_leaf else each.detach() for each in _masters(adam)}
         part.optimizer = build(
+            part,
             [
                 {key: value for key, value in group.items() if key not in adam.defaults}
                 | {"params": [given[each] for each in group["params"]]}
                 for group in adam.param_groups
-            ]
+            ],
         )
         masters = {leaf: each for each, leaf in given.items()}
         for group in part.optimizer.param_groups:
@@ -124,6 +149,11 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
     """The rate of the newest step; NaN if megatron-core names none."""
     rate = get_canonical_lr_for_logging(optimizer.param_groups)
     return math.nan if rate is None else float(rate)
+
+
+def decoupled_learning_rate(optimizer: MegatronOptimizer) -> float | None:
+    """That of word embeddings and LM head (`model.optim.decoupled_lr`); None if they have none of their own."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if not group["default_config"]), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +239,7 @@ def _make_conditional(optimizer: MegatronOptimizer) -> None:
     for inner in _inner_optimizers(optimizer):
         inner.found_inf = found_inf
         match inner:
-            case PrecisionAwareAdam() | SkippingOptimizer():
+            case PrecisionAwareAdam() | SkippingOptimizer() | Muon():
                 pass
             case torch.optim.AdamW() | torch.optim.SGD():
                 _fuse(inner)
@@ -247,6 +277,8 @@ def _state_names(inner: torch.optim.Optimizer, group: Mapping[str, Any]) -> Sequ
     match inner:
         case torch.optim.AdamW():
             return ["step", "exp_avg", "exp_avg_sq"]
+        case Muon():
+            return ["momentum_buffer"] if is_muons(group) else ["step", "exp_avg", "exp_avg_sq"]
         case torch.optim.SGD():
             return ["momentum_buffer"] if group["momentum"] else []
         case SkippingOptimizer():

@@ -2,10 +2,10 @@
 
 megatron-core 0.19 writes another form from each of its optimizers: plain, with masters, distributed. Here all write the
 same. A parameter's tensors lie under `optimizer.state.KIND.PARAMETER` in the parameter's own shape, with KIND exp_avg
-and exp_avg_sq (Adam), momentum_buffer (SGD) and fp32_param (masters of BF16 parameters). The step count is one number.
-All else comes from the configuration. States in fewer bytes than fp32 are saved as plain numbers, in the smallest type
-that holds them exactly, and read into host memory first, so runs with and without them continue from each other's
-checkpoints.
+and exp_avg_sq (Adam), momentum_buffer (SGD, Muon) and fp32_param (masters of BF16 parameters). The step count is one
+number. All else comes from the configuration. States in fewer bytes than fp32 are saved as plain numbers, in the
+smallest type that holds them exactly, and read into host memory first, so runs with and without them continue from each
+other's checkpoints.
 
 A distributed optimizer lays all parameters end to end and gives each rank a stretch of that line. megatron-core 0.19
 gathers the whole line on every rank before it saves: 12 bytes of host memory per parameter, and seconds without
@@ -29,17 +29,29 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import Master, Moment, StoredValues
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.muon import Muon
 from gpt_pretrain.megatron.optimizer import allocate_states
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 
 type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
+_STATES, _MASTER = "optimizer.state.", "fp32_param"
 # Values copied to the device at once, to be stored there in fewer bytes.
 _VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
 
+def is_moment(key: str) -> bool:
+    """Whether a tensor of a checkpoint is an optimizer's state other than a master."""
+    return key.startswith(_STATES) and not key.startswith(f"{_STATES}{_MASTER}.")
+
+
 def sharded_optimizer_state(
-    optimizer: MegatronOptimizer, model_state: dict[str, Any], *, metadata: dict[str, Any], is_loading: bool
+    optimizer: MegatronOptimizer,
+    model_state: dict[str, Any],
+    *,
+    metadata: dict[str, Any],
+    is_loading: bool,
+    masters_alone: bool = False,
 ) -> dict[str, Any]:
     """This rank's part of the optimizer, to write from or to read into.
 
@@ -48,6 +60,7 @@ def sharded_optimizer_state(
         model_state: The sharded state of the model's chunks, with the tensors' names and places.
         metadata: megatron-core's choice of formats.
         is_loading: Whether the tensors are to be read into.
+        masters_alone: Whether other states stay what they are, because another optimizer saved.
 
     Returns:
         "step": steps taken; "tensors": what belongs to parameters; "parts": what stays on this rank, for
@@ -61,14 +74,17 @@ def sharded_optimizer_state(
         part.init_state_fn = lambda inner, *_: allocate_states(inner)
         allocate_states(part.optimizer)
         if isinstance(part, DistributedOptimizer):
-            host = _HostStates(part) if is_loading and isinstance(part, PrecisionAwareOptimizer) else None
-            shards = _own_shards(part, model_state, host or partial(_states_as_they_lie, part))
+            host = None
+            if is_loading and isinstance(part, PrecisionAwareOptimizer):
+                host = _HostStates(part, masters_alone=masters_alone)
+            states_of = host or partial(_states_as_they_lie, part, masters_alone=masters_alone)
+            shards = _own_shards(part, model_state, states_of)
             state = {str(len(tensors) + index): shard for index, shard in enumerate(shards)}
             tensors |= state
             nested.append(_Shards({name: shard.data for name, shard in state.items()}, host))
         else:
             state = part.sharded_state_dict(dict(model_state), is_loading=is_loading, metadata=dict(metadata))
-            dict_list_map_inplace(partial(_take_tensor, tensors), state)
+            dict_list_map_inplace(partial(_take_tensor, tensors, masters_alone), state)
             nested.append(state)
     return {
         "step": max((_steps_taken(part.optimizer) for part in parts), default=0),
@@ -80,24 +96,28 @@ def sharded_optimizer_state(
 @torch.no_grad()
 def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) -> None:
     """Restores what `sharded_optimizer_state` described and megatron-core has read."""
-    step = state["step"]
+    # A reader leaves out what is empty: fp32 weights have no masters to be loaded alone.
+    step, tensors = state["step"], state.get("tensors", {})
     for part, nested in zip(_parts(optimizer), state["parts"], strict=True):
         if isinstance(part, DistributedOptimizer):
             for name, own in nested.own.items():
-                own.copy_(state["tensors"][name])
+                own.copy_(tensors[name])
             if nested.host is not None:
                 nested.host.store()
         else:
-            dict_list_map_inplace(partial(_put_tensor, state["tensors"]), nested)
+            dict_list_map_inplace(partial(_put_tensor, tensors), nested)
             if _counts_steps(part.optimizer):
                 nested.get("optimizer", nested)["state"]["common_step"] = torch.tensor(float(step))
             part.load_state_dict(nested)
-        if isinstance(part.optimizer, PrecisionAwareAdam):
+        if isinstance(part.optimizer, PrecisionAwareAdam | Muon):
             part.optimizer.steps_taken.fill_(step)
         if _counts_steps(part.optimizer):
-            # megatron-core gives all parameters one step tensor, which each would count up.
+            # megatron-core gives all parameters one step tensor, which each would count up, and Muon's one, too.
             for parameter, states in part.optimizer.state.items():
-                states["step"] = torch.tensor(float(step), device=parameter.device)
+                if "momentum_buffer" in states:
+                    states.pop("step", None)
+                else:
+                    states["step"] = torch.tensor(float(step), device=parameter.device)
 
 
 @torch.no_grad()
@@ -147,12 +167,14 @@ def _counts_steps(inner: torch.optim.Optimizer) -> bool:
 
 
 def _steps_taken(inner: torch.optim.Optimizer) -> int:
-    if isinstance(inner, PrecisionAwareAdam):
+    if isinstance(inner, PrecisionAwareAdam | Muon):
         return int(inner.steps_taken)
     return next((int(state["step"]) for state in inner.state.values() if "step" in state), 0)
 
 
-def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
+def _states_as_they_lie(
+    part: DistributedOptimizer, parameter: torch.nn.Parameter, *, masters_alone: bool
+) -> Mapping[str, torch.Tensor]:
     """Masters and moments of a parameter, [n] each; those in fewer bytes are read only when they are saved."""
     if isinstance(part, PrecisionAwareOptimizer):
         return {kind: StoredValues(state) for kind, state in part.states(parameter).items()}
@@ -160,20 +182,22 @@ def _states_as_they_lie(part: DistributedOptimizer, parameter: torch.nn.Paramete
     master = states.pop("param")
     # The step count is one number for all. Without BF16 parameters the masters are the parameters.
     states.pop("step", None)
-    return {"fp32_param": master, **states} if part.config.bf16 else states
+    return {**({_MASTER: master} if part.config.bf16 else {}), **({} if masters_alone else states)}
 
 
 class _HostStates:
     """Host memory for states in few bytes, which may not fit the device as plain numbers."""
 
-    def __init__(self, part: PrecisionAwareOptimizer) -> None:
-        self._part = part
+    def __init__(self, part: PrecisionAwareOptimizer, *, masters_alone: bool) -> None:
+        self._part, self._masters_alone = part, masters_alone
         self._read: list[tuple[Master | Moment, torch.Tensor]] = []
 
     def __call__(self, parameter: torch.nn.Parameter) -> Mapping[str, torch.Tensor]:
         """Memory for the states of a parameter, [n] each."""
         targets = {}
         for kind, state in self._part.states(parameter).items():
+            if self._masters_alone and kind != _MASTER:
+                continue
             targets[kind] = torch.empty(state.values.shape, dtype=state.saved_as, device="cpu")
             self._read.append((state, targets[kind]))
         return targets
@@ -201,11 +225,13 @@ class _Place(str):
     __slots__ = ()
 
 
-def _take_tensor(tensors: dict[str, Any], leaf: Any) -> Any:
+def _take_tensor(tensors: dict[str, Any], masters_alone: bool, leaf: Any) -> Any:
     if isinstance(leaf, LocalNonpersistentObject):
         return leaf.unwrap()
     if not isinstance(leaf, ShardedTensor | ShardedTensorFactory):
         return leaf
+    if masters_alone and is_moment(leaf.key):
+        return leaf.data
     place = _Place(len(tensors))
     tensors[str(place)] = leaf
     return place
@@ -231,7 +257,7 @@ def _own_shards(
     for bucket in buckets:
         for parameter, ranges in bucket["param_map"].items():
             for kind, values in states_of(parameter).items():
-                for place in _tensors_of(places[parameter], f"optimizer.state.{kind}.", values.dtype):
+                for place in _tensors_of(places[parameter], f"{_STATES}{kind}.", values.dtype):
                     yield from _shards(place, values, ranges["param"].start)
 
 

@@ -17,11 +17,11 @@ from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.effective import PlannedProduct, Setting, effective_settings, plan_products
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
+from gpt_pretrain.plan.muon import fp32_state_bytes
 from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
 from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, count_parameters, rank_load
+from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, count_parameters, plan_stages, rank_load
 from gpt_pretrain.run.gpus import GPUS, Gpu
-from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
 
 # Predictions are off by some percent: a run cannot count on a gain over BF16 that is smaller than this.
@@ -184,10 +184,10 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     """The checkpoints of a checked configuration."""
     optim = spec.model.optim
     weight = 2 if params_dtype(spec) is Dtype.bf16 else 4
-    master, moments = 0.0 if weight == 4 else 4.0, OPTIMIZERS[optim.name].state_bytes(optim)
+    master, moments = 0.0 if weight == 4 else 4.0, fp32_state_bytes(spec, plan_stages(spec))
     if optim.use_precision_aware_optimizer:
         master, moments = saved_bytes(optim)
-    num_bytes = num_parameters * (weight + master + moments)
+    num_bytes = round(num_parameters * (weight + master + moments))
     bytes_per_gpu = num_bytes / spec.launch.world_size
     stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE
     if not spec.config.checkpoint.async_save:

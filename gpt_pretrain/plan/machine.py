@@ -16,9 +16,9 @@ from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.machine import machine_problems
-from gpt_pretrain.run.gpus import GPUS, GPUS_PER_NODE
+from gpt_pretrain.run.gpus import GPUS, GPUS_PER_NODE, Gpu
 from gpt_pretrain.run.platform import Platform, environment_fields
-from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.run.run_spec import Layout, RunSpec
 
 # What this project is tested with (pyproject.toml, constraints.txt).
 TRANSFORMER_ENGINE, TORCHAO, TORCH_CUDA = "2.12.0", "0.18.0", "13.0"
@@ -82,6 +82,11 @@ class Efficiency:
 
 
 EFFICIENCY = Efficiency()
+
+
+def link_bytes_per_s(gpu: Gpu, layout: Layout, span: int) -> float:
+    """Bytes per second and direction in a group that spans `span` ranks, its first and last one included."""
+    return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * EFFICIENCY.links
 
 
 def planned_spec(config: Config) -> RunSpec:

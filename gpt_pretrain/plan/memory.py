@@ -15,6 +15,7 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, Re
 from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients, shards_weights
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
+from gpt_pretrain.plan.muon import fp32_state_bytes, orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
     BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
@@ -30,7 +31,6 @@ from gpt_pretrain.plan.stages import (
     rank_load,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
-from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
@@ -120,8 +120,8 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     """Masters and moments (`kernels.adam`)."""
     optim, fp8, updated = spec.model.optim, held_fp8(spec), stage.optimizer_parameters(spec)
     if not optim.use_precision_aware_optimizer:
-        moments = OPTIMIZERS[optim.name].state_bytes(optim)
-        return {"masters": updated * 4 if element_bytes(spec) == 2 else 0.0, "moments": updated * moments}
+        masters = updated * 4 if element_bytes(spec) == 2 else 0.0
+        return {"masters": masters, "moments": updated * fp32_state_bytes(spec, [stage])}
     in_fp8 = stage.fp8_weights / stage.num_parameters if fp8 is not None and fp8.params else 0.0
     master, moments = state_bytes(optim, in_fp8=in_fp8)
     return {"masters": updated * master, "moments": updated * moments}
@@ -280,15 +280,14 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     if element_bytes(spec) == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
         copies = 4 * stage.optimizer_parameters(spec)
-    # For a save or a validation, which need few activations.
+    # A save or a validation makes all weights whole, and keeps few activations.
     whole = items.get("weights", 0.0) + items.get("FP8 weights", 0.0) if shards_weights(model) else 0.0
-    whole *= stage.num_parameters / stage.optimizer_parameters(spec)
-    if copies > uneven_peak:
-        items["gradients in fp32"] = copies
-    elif whole > uneven_peak:
-        items["whole weights"] = whole
-    else:
-        items |= {**even, "uneven experts": uneven_peak - sum(even.values())}
+    moments_that_compete = (
+        {"gradients in fp32": copies, "orthogonalization": orthogonalization_bytes(spec, stage)},
+        {"whole weights": whole * stage.num_parameters / stage.optimizer_parameters(spec)},
+        {**even, "uneven experts": uneven_peak - sum(even.values())},
+    )
+    items |= max(moments_that_compete, key=lambda each: sum(each.values()))
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
     items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})

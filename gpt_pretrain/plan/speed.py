@@ -15,23 +15,19 @@ from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.plan.kernel_times import head_s, host_layer_s, layer_s, memory_s, recompute_s
-from gpt_pretrain.plan.machine import EFFICIENCY
+from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
+from gpt_pretrain.plan.muon import orthogonalization_s
 from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import FC1, FC2, PROJ, QKV, Linear
-from gpt_pretrain.run.run_spec import Layout, RunSpec
+from gpt_pretrain.run.run_spec import RunSpec
 
 # Share of a microbatch that its backward pass takes: two products of three.
 BACKWARD_SHARE = 2 / 3
 # What a layer computes twice; None: nothing.
 type Recomputed = RecomputeGranularity | None
-
-
-def link_bytes_per_s(gpu: Gpu, layout: Layout, span: int) -> float:
-    """Bytes per second and direction in a group that spans `span` ranks, its first and last one included."""
-    return (gpu.nvlink_gb_s if span <= layout.gpus_per_node else gpu.network_gb_s) * 1e9 * EFFICIENCY.links
 
 
 def tensor_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> float:
@@ -216,7 +212,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     updated = stage.optimizer_parameters(spec)
     zeroed = 0 if shards_gradients(model) else stage.num_parameters * 4
     moved = zeroed + OPTIMIZERS[model.optim.name].moved_bytes * updated
-    seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
+    seconds = {"optimizer": memory_s(gpu, moved, kernels=20), **orthogonalization_s(gpu, spec, stage)}
     if settings is None:
         return seconds
     if settings.params:

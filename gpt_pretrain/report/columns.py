@@ -99,6 +99,8 @@ class Column:
     _: KW_ONLY
     log: _Form | None = None
     """The value in a log; None leaves the column out."""
+    optional: bool = False
+    """A log has the column only where there is a value."""
     log_name: str = ""
     """The name in a log, if it is not the field's."""
     title: str = ""
@@ -152,6 +154,7 @@ COLUMNS: Mapping[type[JsonObject], tuple[Column, ...]] = {
     TrainRecord: (
         Column("loss", log=".4f", title="loss", form=format_loss, style="bold cyan"),
         Column("lr", log=".3e", title="lr", form=".2e", priority=4),
+        Column("decoupled_lr", log=".3e", optional=True),
         Column("grad_norm", log=".3f", title="grad norm", form=".3f", priority=3),
         Column("step_time_s", log=".4f"),
         Column("tokens_per_s", log=".0f", title="tok/s", form=format_count, priority=1),
@@ -213,7 +216,7 @@ def log_pairs(record: JsonObject) -> str:
     return " ".join(
         f"{column.log_name or column.field} {_write(getattr(record, column.field), column.log, '-')}"
         for column in COLUMNS[type(record)]
-        if column.log is not None
+        if column.log is not None and not (column.optional and getattr(record, column.field) is None)
     )
 
 

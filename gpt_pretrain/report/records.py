@@ -71,6 +71,8 @@ class TrainRecord(Record):
     """Cross entropy in nats per token, over all ranks."""
     lr: float
     """Learning rate of this step."""
+    decoupled_lr: float | None = None
+    """That of word embeddings and LM head; null if it is `lr`."""
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
     skipped_steps: int | None

@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, ScheduleName, TokenizerLibrary
+from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, is_weight, max_time_s, min_lr, warmup_steps, weight_of
 from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
+from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
+# Its iteration is no stable API.
+TESTED_EMERGING_OPTIMIZERS = "0.3"
 
 
 def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
@@ -55,6 +58,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
         ways = names_with("has_distributed_form"), off
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
+    if optim.name is OptimizerName.muon:
+        yield from _missing_muon()
     tp = config.model.tensor_model_parallel_size
     if OPTIMIZERS[optim.name].needs_whole_matrices and tp > 1:
         why = "it needs whole matrices, which tensor parallelism cuts"
@@ -65,6 +70,17 @@ def _optimizer(config: Config) -> Iterator[str]:
             "model.optim.name=adam",
             "model.tensor_model_parallel_size=1",
         )
+
+
+def _missing_muon() -> Iterator[str]:
+    version = installed_version("emerging-optimizers")
+    if version is not None and version.startswith(f"{TESTED_EMERGING_OPTIMIZERS}."):
+        return
+    found = "it is not installed" if version is None else f"{version} is installed"
+    yield (
+        f"model.optim.name=muon needs emerging-optimizers {TESTED_EMERGING_OPTIMIZERS}, and {found}; "
+        f"{how_to_install('muon')}, or use optimizer=adam"
+    )
 
 
 def _schedule(config: Config) -> Iterator[str]:
@@ -82,6 +98,11 @@ def _schedule(config: Config) -> Iterator[str]:
     for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
         if not 0 <= value <= optim.lr:
             yield f"model.optim.sched.{name}={value} is not between 0 and model.optim.lr={optim.lr}; set both together"
+    if optim.decoupled_lr is not None and sched.init_lr > optim.decoupled_lr:
+        yield (
+            f"model.optim.sched.init_lr={sched.init_lr} is above model.optim.decoupled_lr={optim.decoupled_lr}; use "
+            f"0 to {optim.decoupled_lr}, or model.optim.decoupled_lr=null"
+        )
     wsd, phase = sched.name is ScheduleName.wsd, sched.wsd_decay_steps
     if wsd and phase is None:
         yield (

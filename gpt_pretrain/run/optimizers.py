@@ -13,6 +13,9 @@ from gpt_pretrain.config.schema import OptimConfig
 from gpt_pretrain.extend.optimizers import OwnOptimizer
 from gpt_pretrain.extend.registry import registered_choice
 
+# Values of whole matrices that Muon orthogonalizes at once on a rank, unless one matrix has more.
+MUON_VALUES_AT_ONCE = 2**26
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimizer:
@@ -30,6 +33,8 @@ class Optimizer:
     """It can keep masters and moments in fewer bytes (`use_precision_aware_optimizer`)."""
     state_bytes: Callable[[OptimConfig], float]
     """Bytes of fp32 states per parameter, without masters."""
+    matrix_state_bytes: float | None = None
+    """The same for the layers' matrices, if it differs."""
     moved_bytes: int
     """Bytes read and written per parameter and step: gradient, master, states and the BF16 weight."""
     needs_whole_matrices: bool = False
@@ -50,6 +55,18 @@ _BUILT_IN: Mapping[OptimizerName, Optimizer] = {
         # three and the weight (14).
         moved_bytes=34,
         unread={"momentum": "model.optim.name=adam, whose momentum is the first of model.optim.betas"},
+    ),
+    OptimizerName.muon: Optimizer(
+        # It takes Adam's place (`megatron.optimizer`).
+        core_name="adam",
+        class_name="Muon",
+        decoupled_weight_decay=True,
+        has_distributed_form=True,
+        has_small_states=False,
+        state_bytes=lambda _: 8,
+        matrix_state_bytes=4,
+        moved_bytes=34,
+        unread={"momentum": "model.optim.name=muon, whose momentum is model.optim.muon_momentum"},
     ),
     OptimizerName.sgd: Optimizer(
         core_name="sgd",

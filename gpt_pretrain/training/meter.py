@@ -54,7 +54,9 @@ class Meter:
         yield
         self._started += time.monotonic() - began
 
-    def read(self, result: StepResult, progress: TrainingProgress, lr: float) -> TrainRecord:
+    def read(
+        self, result: StepResult, progress: TrainingProgress, lr: float, decoupled_lr: float | None
+    ) -> TrainRecord:
         """Waits for the device and begins the next interval; the same numbers on every rank."""
         loss = mean_loss(self._sums[:2])
         skipped_steps = round(self._sums[2].item())
@@ -73,6 +75,7 @@ class Meter:
             consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
             loss=loss,
             lr=lr,
+            decoupled_lr=decoupled_lr,
             grad_norm=grad_norm,
             skipped_steps=skipped_steps,
             step_time_s=step_time_s,

@@ -15,7 +15,7 @@ from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.megatron.optimizer import StepResult, learning_rate
+from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank, on_rank_zero
 from gpt_pretrain.report.records import (
     CheckpointRecord,
@@ -308,7 +308,9 @@ class Trainer:
 
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
-        record = self._meter.read(result, self.progress, learning_rate(self._trainable.optimizer))
+        optimizer = self._trainable.optimizer
+        rates = learning_rate(optimizer), decoupled_learning_rate(optimizer)
+        record = self._meter.read(result, self.progress, *rates)
         guarded = self._guard.read()
         self._log_fp8()
         self._log_guarded(guarded)
