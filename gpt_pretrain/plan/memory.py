@@ -282,12 +282,12 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
         copies = 4 * stage.optimizer_parameters(spec)
     # A save or a validation makes all weights whole, and keeps few activations.
     whole = items.get("weights", 0.0) + items.get("FP8 weights", 0.0) if shards_weights(model) else 0.0
-    moments_that_compete = (
+    at_once: tuple[dict[str, float], ...] = (
         {"gradients in fp32": copies, "orthogonalization": orthogonalization_bytes(spec, stage)},
         {"whole weights": whole * stage.num_parameters / stage.optimizer_parameters(spec)},
         {**even, "uneven experts": uneven_peak - sum(even.values())},
     )
-    items |= max(moments_that_compete, key=lambda each: sum(each.values()))
+    items |= max(at_once, key=lambda each: sum(each.values()))
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
     items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
