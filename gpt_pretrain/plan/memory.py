@@ -287,7 +287,8 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
         {"whole weights": whole * stage.num_parameters / stage.optimizer_parameters(spec)},
         {**even, "uneven experts": uneven_peak - sum(even.values())},
     )
-    items |= max(at_once, key=lambda each: sum(each.values()))
+    sizes = [sum(each.values()) for each in at_once]
+    items |= at_once[sizes.index(max(sizes))]
     items["placeholders of gradients"] = _placeholder_bytes(spec, stage)
     items["workspaces"] = WORKSPACE_BYTES + (GROUPED_WORKSPACE_BYTES if spec.kernels.moe_grouped_gemm else 0)
     return StageMemory(stage=stage.index, items={name: size for name, size in items.items() if size})
