@@ -8,8 +8,8 @@ submits each run as a job. Started again with the same run_dir, the command
 continues: finished runs are not trained again.
 
 runs=[…] trains nothing and reads finished or running runs: our run directories,
-the output of Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and
-tables exported by W&B or MLflow. The first is the baseline.
+the output of Megatron-LM or torchtitan, TensorBoard's event files, and CSV
+tables such as W&B's. The first is the baseline.
 
 It prints a table and a verdict on each variant, and writes compare.json and
 compare.html to run_dir.

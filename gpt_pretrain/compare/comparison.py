@@ -23,7 +23,7 @@ FILE_NAME = "compare.json"
 # Of a hundred runs; one with FP8 statistics has up to 300,000.
 _MOST_VALUES = 30_000_000
 
-Format = Literal["gpt_pretrain", "megatron", "nemo", "torchtitan", "tensorboard", "wandb", "mlflow", "csv"]
+Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard", "csv"]
 """What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
 Role = Literal["seed", "repeat"]
 """seed: a run that counts; repeat: the baseline again with the same seed and other microbatches, for the noise."""

@@ -1,8 +1,7 @@
 """Where runs come from: any directory or file, recognized by its content, never by its name.
 
     directory   metrics.jsonl: one of our runs; compare.json: a comparison's runs; event files: one run per folder
-    file        a copy of metrics.jsonl or compare.json, one event file, the output of Megatron-LM, NeMo or torchtitan,
-                an exported table
+    file        a copy of metrics.jsonl or compare.json, one event file, the output of Megatron-LM or torchtitan, CSV
 
 Then each run gets a name, and our runs that differ only in seed or microbatch size become one variant. Our own runs,
 finished or not, are read here. Their configuration is read as plain values because earlier versions had other keys.
@@ -42,8 +41,8 @@ from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
 _FILES = (
-    "metrics.jsonl, compare.json, a TensorBoard event file, the output of Megatron-LM, NeMo or torchtitan, or a table "
-    "that W&B or MLflow exported as CSV"
+    "metrics.jsonl, compare.json, a TensorBoard event file, the output of Megatron-LM or torchtitan, or a table "
+    "exported as CSV"
 )
 _METRICS = "metrics.jsonl"
 # Runs that a message suggests.

@@ -1,7 +1,6 @@
-"""Metrics by name and step: TensorBoard's event files, and tables exported by W&B, MLflow or a script.
+"""Metrics by name and step: TensorBoard's event files, and tables exported as CSV.
 
     W&B      a chart's export: `"Step","RUN - train/loss","RUN - train/loss__MIN",…`, several runs side by side
-    MLflow   a chart's export: `"Run","Run ID","metric","step","timestamp","value"`, one value per row
     others   one run: a column of steps, and columns with the names of known metrics
 
 `_NAMES` has the metrics' names in our runs, Megatron-LM, NeMo, torchtitan, transformers and nanoGPT.
@@ -9,7 +8,7 @@
 
 import csv
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import NoReturn
@@ -52,6 +51,7 @@ _NAMES = {
     "memory": ("train/memory_gib", "memory/max_reserved(GiB)"),
     "skipped": ("train/skipped_steps",),
 }
+_KNOWN = {name.lower() for names in _NAMES.values() for name in names}
 _STEPS = ("step", "_step", "global_step", "trainer/global_step", "train/global_step", "iteration", "iter")
 _MAX_FILES, MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
 _EVENTS = "*tfevents*"
@@ -140,30 +140,14 @@ def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
 
 def _event_columns(place: Path) -> Columns:
     # Imported late: it takes a third of a second.
-    from tensorboard.backend.event_processing.event_accumulator import (
-        DEFAULT_SIZE_GUIDANCE,
-        SCALARS,
-        TENSORS,
-        EventAccumulator,
-    )
+    from tensorboard.backend.event_processing.event_accumulator import DEFAULT_SIZE_GUIDANCE, SCALARS, EventAccumulator
 
     # 0 keeps everything; one image or histogram is enough.
-    events = EventAccumulator(str(place), {**dict.fromkeys(DEFAULT_SIZE_GUIDANCE, 1), SCALARS: 0, TENSORS: 0})
+    events = EventAccumulator(str(place), {**dict.fromkeys(DEFAULT_SIZE_GUIDANCE, 1), SCALARS: 0})
     events.Reload()
-    columns: Columns = {
+    return {
         tag: {int(event.step): float(event.value) for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]
     }
-    # TensorFlow 2's writers store scalars as tensors of one number.
-    for tag in events.Tags()["tensors"]:
-        numbers = {}
-        for event in events.Tensors(tag):
-            proto = event.tensor_proto
-            values = [*proto.float_val, *proto.double_val]
-            if len(values) == 1:
-                numbers[int(event.step)] = float(values[0])
-        if numbers:
-            columns.setdefault(tag, numbers)
-    return columns
 
 
 def read_table(path: Path) -> list[Series]:
@@ -180,8 +164,6 @@ def read_table(path: Path) -> list[Series]:
             lower = [name.strip().lower() for name in heading]
             if not 2 <= len(heading) <= _MAX_COLUMNS:
                 return []
-            if {"metric", "step", "value"} <= set(lower) or {"key", "step", "value"} <= set(lower):
-                return _mlflow(path, lower, rows)
             if not {*_STEPS} & set(lower):
                 if any(name.endswith("loss") for name in lower):
                     _refuse(path, 1, _EXPECTED)
@@ -234,34 +216,8 @@ def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
                 # Unknown columns may hold anything.
                 if name.lower() in _KNOWN and (value := _cell(path, line, name, row[index])) is not None:
                     columns[run][name][int(step)] = value
-    is_wandb = any(by_run) or "_step" in heading or "_runtime" in heading
-    return _found(path, columns, "wandb" if is_wandb else "csv", heading)
-
-
-_KNOWN = {name.lower() for names in _NAMES.values() for name in names}
-
-
-def _mlflow(path: Path, lower: Sequence[str], rows: Rows) -> list[Series]:
-    """One value per row."""
-    place = {name: index for index, name in enumerate(lower)}
-    metric = place.get("metric", place.get("key", 0))
-    run = place.get("run", place.get("run_id", place.get("run id", place.get("group"))))
-    columns: dict[str, Columns] = {}
-    for line, row in _whole_rows(path, len(lower), rows):
-        if row[metric].lower() not in _KNOWN:
-            continue
-        step, value = (_cell(path, line, name, row[place[name]]) for name in ("step", "value"))
-        if step is None or value is None or _whole(step) != step:
-            _refuse(path, line, "a whole step and a value")
-        label = "" if run is None else row[run]
-        columns.setdefault(label, {}).setdefault(row[metric], {})[int(step)] = value
-    return _found(path, columns, "mlflow", sorted({name for each in columns.values() for name in each}))
-
-
-def _found(path: Path, columns: Mapping[str, Columns], format_: Format, names: Sequence[str]) -> list[Series]:
-    several = len(columns) > 1
-    found = [_series(each, path, format_, run if several else "") for run, each in columns.items()]
+    found = [_series(each, path, "csv", run if len(columns) > 1 else "") for run, each in columns.items()]
     runs = [series for series in found if series is not None]
     if not runs:
-        _refuse(path, 1, f"{_EXPECTED} with numbers; it has: {', '.join(names[:12])}")
+        _refuse(path, 1, f"{_EXPECTED} with numbers; it has: {', '.join(heading[:12])}")
     return runs
