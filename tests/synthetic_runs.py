@@ -28,7 +28,6 @@ def synthetic_run(
     every=5,
     first=0,
     noise=lambda step: 0.0,
-    role="seed",
     num_gpus=1,
     loss=power_law,
     settings=SHARED,
@@ -38,9 +37,8 @@ def synthetic_run(
     logged = range(first + every, first + steps + 1, every)
     losses = [loss(TOKENS_PER_STEP * step) * (1 + gap) * (1 + noise(step)) for step in logged]
     return RunRecord(
-        name=f"{variant} {role} {seed}",
+        name=f"{variant} seed {seed}",
         variant=variant,
-        role=role,
         seed=seed,
         source="",
         format="gpt_pretrain",

@@ -7,12 +7,10 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.compare.comparison import load_comparison
-from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import power_law
 from tests.test_commands import load
-from tests.test_compare_comparison import TENSOR
+from tests.test_compare_comparison import TENSOR, saved_comparison
 from tests.test_compare_logs import config, log, train_record, write_run
 
 STEPS = range(10, 1010, 10)
@@ -47,7 +45,7 @@ def test_finished_runs_are_compared(tmp_path, capsys):
     assert main([write_runs(tmp_path, s_per_step=1.6), f"run_dir={out}"]) == 0
 
     printed = capsys.readouterr().out
-    comparison = load_comparison(out / "compare.json")
+    comparison = saved_comparison(out)
     (answer,) = comparison.answers
     assert (comparison.baseline, answer.variant, answer.judgement) == ("bf16", "fp8_delayed", "as_good")
     assert answer.noise_from == "paired seeds"
@@ -65,42 +63,6 @@ def test_finished_runs_are_compared(tmp_path, capsys):
         assert shown in printed
 
 
-def test_a_comparison_can_be_compared_again_without_its_runs(tmp_path):
-    first, again = tmp_path / "first", tmp_path / "again"
-    assert main([write_runs(tmp_path, s_per_step=1.6), f"run_dir={first}"]) == 0
-    for place in (first, first / "compare.json"):
-        assert main([f"runs=[{place}]", f"run_dir={again}", "compare.min_speedup=1.3"]) == 4
-        old, new = (load_comparison(each / "compare.json") for each in (first, again))
-        assert (new.runs, new.answers, new.figures) == (old.runs, old.answers, old.figures)
-
-
-def test_two_comparisons_share_a_variant_where_they_share_its_settings(tmp_path):
-    def comparison(name, seeds, lr):
-        """Of BF16 and FP8, whose losses are 5% higher at another learning rate."""
-        runs = []
-        for fp8 in ("false", "true"):
-            for seed in seeds:
-                losses = {step: power_law(1000 * step) * (1 + 0.05 * (lr != 1)) for step in STEPS}
-                text = config(name, seed=seed, fp8=fp8) + f"optim: {{lr: {lr}}}\n"
-                place = tmp_path / "runs" / f"{name}_{fp8}_{seed}"
-                runs.append(write_run(place, *(train_record(*point) for point in losses.items()), config=text))
-        assert main([f"runs=[{','.join(runs)}]", f"run_dir={tmp_path / name}"]) == 0
-        return tmp_path / name
-
-    first, more, other = comparison("a", (1, 2), 1), comparison("b", (3, 4), 1), comparison("c", (1,), 2)
-
-    together = [(run.name, run.variant, run.role) for run in read_runs([str(first), str(more)])]
-    assert sorted(together) == sorted(
-        (f"{variant} seed {seed}", variant, "seed") for variant in ("bf16", "fp8_delayed") for seed in (1, 2, 3, 4)
-    )
-    # The same seed of other settings is not the baseline again.
-    apart = read_runs([str(other), str(first)])
-    assert [(run.variant, run.role) for run in apart[:2]] == [("bf16 lr=2", "seed"), ("fp8_delayed lr=2", "seed")]
-    assert {run.variant for run in apart[2:]} == {"bf16 lr=1", "fp8_delayed lr=1"}
-    assert {run.role for run in apart} == {"seed"}
-    assert len({run.name for run in apart}) == len(apart)
-
-
 @pytest.mark.parametrize(
     ("gap", "demands", "code"),
     [
@@ -114,7 +76,7 @@ def test_two_comparisons_share_a_variant_where_they_share_its_settings(tmp_path)
 def test_a_missed_gate_has_its_own_exit_code(tmp_path, capsys, gap, demands, code):
     out = tmp_path / "out"
     assert main([write_runs(tmp_path, gap=gap, s_per_step=1.6), f"run_dir={out}", *demands]) == code
-    gate = load_comparison(out / "compare.json").gate
+    gate = saved_comparison(out).gate
     assert (gate is None) == (not demands)
     assert ("gate: " in capsys.readouterr().out) == bool(demands)
     assert bool(gate and gate.missed) == (code == 4)
@@ -177,7 +139,7 @@ def test_a_path_with_a_comma_stands_in_quotes(tmp_path):
     places = [write_run(tmp_path / name, train_record(1), config=config("x", fp8=fp8)) for name, fp8 in FP8.items()]
     out = tmp_path / "out"
     assert main([f'runs=["{places[0]}", {places[1]}]', f"run_dir={out}"]) == 0
-    assert [run.source for run in load_comparison(out / "compare.json").runs] == places
+    assert [run.source for run in saved_comparison(out).runs] == places
 
 
 FP8 = {"a,b": "false", "c": "true"}
@@ -189,7 +151,7 @@ def test_a_loss_that_diverged_is_in_the_document(tmp_path):
     good = write_run(tmp_path / "good", *(train_record(step, power_law(1000 * step)) for step in STEPS))
     out = tmp_path / "out"
     assert main([f"runs=[{good},{bad}]", f"run_dir={out}"]) == 0
-    assert load_comparison(out / "compare.json").answers[0].judgement == "worse"
+    assert saved_comparison(out).answers[0].judgement == "worse"
     assert json.loads((out / "compare.json").read_text())["runs"][1]["training"]["losses"][-1] == "nan"
 
 

@@ -193,7 +193,7 @@ def test_our_own_runs(tmp_path):
     ]
     (run,) = read_runs([write_run(tmp_path / "a", *records, config=config("a", fp8="true"))])
 
-    assert (run.name, run.variant, run.role, run.seed) == ("fp8_delayed", "fp8_delayed", "seed", 1)
+    assert (run.name, run.variant, run.seed) == ("fp8_delayed", "fp8_delayed", 1)
     assert (run.format, run.state, run.num_gpus, run.memory_gib) == ("gpt_pretrain", "finished", 2, 2.5)
     assert (run.skipped_steps, run.fp8_share) == (1, 0.8)
     assert (run.command, run.versions) == ("python -m gpt_pretrain", "Python 3.12, torch 2.11")
@@ -238,23 +238,21 @@ def test_a_copy_of_the_metrics_is_enough(tmp_path):
 def test_runs_that_differ_in_seeds_are_one_variant(tmp_path):
     places = [
         write_run(tmp_path / name, train_record(1), config=config(name, **fields))
-        for name, fields in {
-            "a": {"seed": 1},
-            "b": {"seed": 2},
-            "c": {"seed": 1, "micro": 4},
-            "d": {"seed": 1, "fp8": "true"},
-        }.items()
+        for name, fields in {"a": {"seed": 1}, "b": {"seed": 2}, "d": {"seed": 1, "fp8": "true"}}.items()
     ]
     runs = read_runs(places)
-    assert [(run.name, run.variant, run.role) for run in runs] == [
-        ("bf16 seed 1", "bf16", "seed"),
-        ("bf16 seed 2", "bf16", "seed"),
-        ("bf16 seed 1 again", "bf16", "repeat"),
-        ("fp8_delayed", "fp8_delayed", "seed"),
+    assert [(run.name, run.variant) for run in runs] == [
+        ("bf16 seed 1", "bf16"),
+        ("bf16 seed 2", "bf16"),
+        ("fp8_delayed", "fp8_delayed"),
     ]
+    again = write_run(tmp_path / "again", train_record(1), config=config("again", seed=2))
+    with pytest.raises(UserError, match=r"model\.seed=2") as refused:
+        read_runs([*places, again])
+    assert all(place in str(refused.value) for place in (places[1], again))
 
 
-def test_namesakes_are_told_apart_by_what_differs(tmp_path):
+def test_namesakes_have_the_names_of_their_directories_and_files(tmp_path):
     places = [
         write_run(tmp_path / name, train_record(1), config=config(name) + f"extra: {{lr: {name}}}\n") for name in "ab"
     ]
@@ -263,17 +261,7 @@ def test_namesakes_are_told_apart_by_what_differs(tmp_path):
         log.parent.mkdir(exist_ok=True)
         log.write_text(TITAN)
     names = [run.variant for run in read_runs([*places, *map(str, logs)])]
-    assert names == ["bf16 lr=a", "bf16 lr=b", "log", "log 3", "log 2"]
-
-
-def test_settings_that_make_long_names_give_way_to_directories_that_differ(tmp_path):
-    places = []
-    for folder in ("a/first", "a/second", "b/second"):
-        text = f"extra: {{files: /a/corpus/with/a/long/name/of/{folder}.jsonl}}\n"
-        places.append(write_run(tmp_path / folder, train_record(1), config=config("x") + text))
-    assert [run.variant for run in read_runs(places[:2])] == ["first", "second"]
-    described = [run.variant for run in read_runs(places[1:])]
-    assert all(name.startswith("bf16 files=/a/") for name in described), "their directories have one name"
+    assert names == ["a", "b", "log.txt", "log.txt 2", "log 2"]
 
 
 def test_tensorboards_files_of_our_runs(tmp_path):

@@ -50,7 +50,6 @@ def run(variant, seed):
     return RunRecord(
         name=f"{variant}, seed {seed}",
         variant=variant,
-        role="seed",
         seed=seed,
         source="outputs/" + HOSTILE,
         format="gpt_pretrain",

@@ -3,9 +3,8 @@ sooner does it reach the same loss?
 
 It takes every argument of python -m gpt_pretrain, trains each of
 compare.variants with compare.seeds seeds, and compares them with the first.
-trainer.devices is the number of processes of each run; hydra/launcher=slurm
-submits each run as a job. Started again with the same run_dir, the command
-continues: finished runs are not trained again.
+trainer.devices is the number of processes of each run. Started again with the
+same run_dir, the command continues: finished runs are not trained again.
 
 runs=[…] trains nothing and reads finished or running runs: our run directories,
 the output of Megatron-LM or torchtitan, TensorBoard's event files, and CSV
@@ -16,7 +15,7 @@ compare.html to run_dir.
 
 Exit codes: 0 compared; 1 a variant failed, and the others are compared;
 4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
-75 Slurm jobs are not done: start it again; 2 a mistake in what was given;
+2 a mistake in what was given;
 130 Ctrl-C.
 
 Examples:
@@ -49,7 +48,6 @@ from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
-from gpt_pretrain.launch.signals import REQUEUE
 from gpt_pretrain.report.columns import format_share
 from gpt_pretrain.report.console import console_of_width
 
@@ -103,13 +101,12 @@ def train_and_compare(request: "Request", config: Config, command: str) -> int:
     run_dir = make_run_dir(config.run_dir, config.name)
     trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
     runs = [
-        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
-        for run, state in trained
-        if state == "finished"
+        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, seed=run.seed)
+        for run, is_finished in trained
+        if is_finished
     ]
-    states = {state for _, state in trained}
-    code = FAILED if "failed" in states else REQUEUE if "waiting" in states else 0
-    finished = {run.variant for run in runs if run.role == "seed"}
+    code = 0 if len(runs) == len(trained) else FAILED
+    finished = {run.variant for run in runs}
     baseline = trained[0][0].variant.name
     if baseline not in finished or len(finished) == 1:
         sys.stdout.write(f"nothing to compare yet: {visible(baseline)} and another variant have to be finished\n")
@@ -189,6 +186,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def refuse(request: "Request", launch: Launch) -> None:
         refuse_launcher_and_sweep(request, launch, "a comparison", "compare.variants")
+        if launchers := [word for word in request.overrides if word.lstrip("+").startswith("hydra/launcher=")]:
+            problem = f"{launchers[0]}: a comparison trains its runs here, one after another"
+            raise ConfigError([f"{problem}; train them as a sweep (-m), and compare them by runs=[…]"])
         _refuse_runs_without_key(request.overrides, request.loader.groups())
 
     return run_with_config(__doc__, train, given, rules=compare_problems, refuse=refuse, name="compare")

@@ -15,7 +15,7 @@ from gpt_pretrain.config.keys import schema_keys
 _PATHS = frozenset(
     {"model.data.data_prefix", "model.data.validation_prefix", "model.data.text_files", "model.tokenizer.model"}
 )
-SEED, MICROBATCH = "model.seed", "model.micro_batch_size"
+SEED = "model.seed"
 # These change neither losses nor times.
 _PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")
 
@@ -39,8 +39,8 @@ def _settings_of(run: RunRecord) -> dict[str, str]:
 
 
 def variant_settings(run: RunRecord) -> dict[str, str]:
-    """What makes one of our runs a variant: all settings except seed and microbatch size."""
-    return {key: value for key, value in _settings_of(run).items() if key not in (SEED, MICROBATCH)}
+    """What makes one of our runs a variant: all settings except the seed."""
+    return {key: value for key, value in _settings_of(run).items() if key != SEED}
 
 
 def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:

@@ -14,22 +14,18 @@ from pathlib import Path
 from typing import Literal
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import read_foreign_json, write_file
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Record
 
-VERSION = 1
+VERSION = 2
 FILE_NAME = "compare.json"
-# Of a hundred runs; one with FP8 statistics has up to 300,000.
-_MOST_VALUES = 30_000_000
 
 Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard", "csv"]
 """What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
-Role = Literal["seed", "repeat"]
-"""seed: a run that counts; repeat: the baseline again with the same seed and other microbatches, for the noise."""
 Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
 """Of the final loss, against the baseline and the allowed gap."""
-NoiseSource = Literal["paired seeds", "seeds", "microbatches", "none"]
+NoiseSource = Literal["paired seeds", "seeds", "none"]
 """What an interval's width comes from; `statistics` has the methods."""
 
 
@@ -61,8 +57,7 @@ class RunRecord(JsonObject):
     name: str
     """Unique: the variant, and the seed if the variant has several runs."""
     variant: str
-    """Runs of one variant differ only in their seeds, and a repeat in its microbatches."""
-    role: Role
+    """Runs of one variant differ only in their seeds."""
     seed: int | None
     source: str
     """The directory or file."""
@@ -143,7 +138,6 @@ class Figures(JsonObject):
 
     variant: str
     num_runs: int
-    """Runs with role seed."""
     last_loss: float | None
     """Mean of the last 5% of the logged losses of all runs; runs of different lengths end at different steps."""
     tokens_per_s_per_gpu: float | None
@@ -266,18 +260,3 @@ def write_result(path: Path, text: str) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; give another run_dir") from error
     return path
-
-
-def load_comparison(path: Path) -> Comparison:
-    """Reads what `save_comparison` wrote.
-
-    Raises:
-        UserError: The file is missing, damaged, or of another version.
-    """
-    try:
-        values = read_foreign_json(path, _MOST_VALUES)
-        if values.get("version") != VERSION:
-            raise ValueError(f"expected version={VERSION}")
-        return Comparison.from_json(values)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"{path} is not a {FILE_NAME} of this version: {error}; compare the runs again") from error

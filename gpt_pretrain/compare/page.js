@@ -38,8 +38,8 @@ function lossTraces(kind) {
     return {
       type: "scatter", mode: kind === "training" ? "lines" : "lines+markers", x: curve[axis],
       y: smooth(curve.losses, Math.round(curve.losses.length * percent / 200)), name: text(run.variant),
-      legendgroup: run.variant, showlegend: first, opacity: run.role === "repeat" ? 0.5 : 0.9,
-      line: { color: color(run.variant), width: 1.5, dash: run.role === "repeat" ? "dot" : "solid" },
+      legendgroup: run.variant, showlegend: first, opacity: 0.9,
+      line: { color: color(run.variant), width: 1.5 },
       hovertemplate: `${text(run.name)}: %{y:.4f}<extra></extra>`,
     };
   });

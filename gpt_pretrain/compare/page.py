@@ -99,7 +99,7 @@ def plot_data(comparison: Comparison) -> dict[str, object]:
     return {
         "baseline": comparison.baseline,
         "variants": list(dict.fromkeys(run.variant for run in comparison.runs)),
-        "runs": [_shown(run, "name", "variant", "role", "training", "validation") for run in comparison.runs],
+        "runs": [_shown(run, "name", "variant", "training", "validation") for run in comparison.runs],
         "answers": [_shown(answer, "variant", "gap_curve", "times") for answer in comparison.answers],
         "heat": [heat_map(run) for run in _observed(comparison)],
     }

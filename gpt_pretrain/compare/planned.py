@@ -1,8 +1,7 @@
 """Which runs a comparison trains: variants × seeds, each in an ordinary run directory.
 
 Run k of every variant has `model.seed` + k, hence the same initial weights, data order and dropout as run k of the
-others: they differ only in the variant. With one seed the baseline runs again with other microbatches, which changes
-only how sums are rounded; that is the noise a single seed can show.
+others: they differ only in the variant.
 
 A run is finished if its records say so; an unfinished one resumes from its newest checkpoint. A directory whose run had
 other values is refused.
@@ -23,16 +22,12 @@ from gpt_pretrain.benchmark.variants import (
 )
 from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.comparability import identity
-from gpt_pretrain.compare.comparison import Role
 from gpt_pretrain.compare.sources import numbered
-from gpt_pretrain.config.derived import data_parallel_size
-from gpt_pretrain.config.errors import ConfigError, UserError, divisors, show
+from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.rules.check import config_problems, ranges
 
@@ -46,7 +41,6 @@ class PlannedRun:
     """One run of a comparison."""
 
     variant: Variant
-    role: Role
     seed: int
     run_dir: Path
     overrides: tuple[str, ...]
@@ -60,7 +54,7 @@ class PlannedRun:
     @property
     def name(self) -> str:
         """For people."""
-        return f"{self.variant.name}, seed {self.seed}" + (", other microbatches" if self.role == "repeat" else "")
+        return f"{self.variant.name}, seed {self.seed}"
 
     @property
     def is_finished(self) -> bool:
@@ -85,12 +79,8 @@ def compare_problems(config: Config) -> Iterator[str]:
         yield from error.problems
 
 
-def plan_runs(
-    config: Config, source: Source, overrides: Sequence[str], run_dir: Path, submission: Submission | None = None
-) -> list[PlannedRun]:
+def plan_runs(config: Config, source: Source, overrides: Sequence[str], run_dir: Path) -> list[PlannedRun]:
     """The runs in training order: all variants of the first seed, then of the next, to compare as early as possible.
-
-    Without a `submission` to Slurm, they run on this machine.
 
     Raises:
         ConfigError: A variant has unknown keys, wrong values or keys that all must share, or makes losses incomparable;
@@ -98,13 +88,9 @@ def plan_runs(
         UserError: A run directory holds a run with other values.
     """
 
-    def launch_of(config: Config) -> Launch:
-        return launch_here(config) if submission is None else submission.launch
-
     def refuse(variant: Variant, config: Config) -> Iterator[str]:
         yield from common_key_problems(variant, "compare", ["model.seed"])
-        if submission is None:
-            yield from process_problems(config)
+        yield from process_problems(config)
 
     variants = read_variants(config, "compare")
     loaded = load_variants(variants, source, overrides, refuse)
@@ -114,14 +100,10 @@ def plan_runs(
         raise ConfigError(incomparable)
     folders = dict(zip(variants, numbered([variant.file_name for variant in variants], "_"), strict=True))
 
-    def plan(variant: Variant, seed: int, micro_batch_size: int | None = None) -> PlannedRun:
+    def plan(variant: Variant, seed: int) -> PlannedRun:
         whole = configs[variant]
-        role: Role = "seed" if micro_batch_size is None else "repeat"
-        path = run_dir / RUNS / f"{folders[variant]}_seed_{seed}{'' if micro_batch_size is None else '_repeat'}"
+        path = run_dir / RUNS / f"{folders[variant]}_seed_{seed}"
         model, logging, own = replace(whole.model, seed=seed), whole.logging, [f"model.seed={seed}"]
-        if micro_batch_size is not None:
-            model = replace(model, micro_batch_size=micro_batch_size)
-            own.append(f"model.micro_batch_size={micro_batch_size}")
         if not model.fp8 and logging.fp8_statistics_interval is not None:
             # Meant for the other variants; the rules refuse it without FP8.
             logging = replace(logging, fp8_statistics_interval=None)
@@ -129,22 +111,18 @@ def plan_runs(
         planned = replace(whole, model=model, logging=logging, run_dir=str(path))
         return PlannedRun(
             variant=variant,
-            role=role,
             seed=seed,
             run_dir=path,
             overrides=(*loaded[variant].overrides, *own, run_dir_override(path)),
             unread=loaded[variant].unread,
             config=planned,
-            problems=tuple(config_problems(planned, launch_of(planned))),
+            problems=tuple(config_problems(planned, launch_here(planned))),
         )
 
     first, baseline = config.model.seed, variants[0]
     runs = [plan(variant, first + number) for number in range(config.compare.seeds) for variant in variants]
     if runs[0].problems:
         raise ConfigError([f"{problem} [{baseline.name}]" for problem in runs[0].problems])
-    if config.compare.seeds == 1:
-        other = _other_micro_batch_size(runs[0].config, launch_of(runs[0].config).world_size)
-        runs += [] if other is None else [plan(baseline, first, other)]
     for run in runs:
         _check_same_values(run)
     return runs
@@ -160,15 +138,6 @@ def _obstacles(variant: Variant, configs: Mapping[Variant, Config], baseline: Va
                     f"{key}={show(ours[key])} changes the {what}, so losses cannot be compared with those of "
                     f"{baseline.name} at {show(theirs[key])}; set it outside of compare.variants [{variant.name}]"
                 )
-
-
-def _other_micro_batch_size(config: Config, world_size: int) -> int | None:
-    """The largest proper divisor of the microbatch size; for single samples 2, or None if 2 does not fit."""
-    size = config.model.micro_batch_size
-    if size > 1:
-        return divisors(size)[-2]
-    samples = config.model.global_batch_size // data_parallel_size(config.model, world_size)
-    return 2 if samples % 2 == 0 else None
 
 
 def _check_same_values(run: PlannedRun) -> None:

@@ -71,7 +71,7 @@ class Series:
             raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
 
     def build(self) -> RunRecord:
-        """The record; comparing it with other runs later gives it its name, variant and role."""
+        """The record; comparing it with other runs later gives it its name and variant."""
         tokens = self._tokens()
         rates = self._gpu_s_per_step(tokens)
         steps = tuple(point.step for point in self.points)
@@ -89,7 +89,6 @@ class Series:
         return RunRecord(
             name=_shown(self.label),
             variant="",
-            role="seed",
             seed=read_seed(self.settings),
             source=self.source,
             format=self.format,

@@ -1,15 +1,14 @@
 """Where runs come from: any directory or file, recognized by its content, never by its name.
 
-    directory   metrics.jsonl: one of our runs; compare.json: a comparison's runs; event files: one run per folder
-    file        a copy of metrics.jsonl or compare.json, one event file, the output of Megatron-LM or torchtitan, CSV
+    directory   metrics.jsonl: one of our runs; event files: one run per folder
+    file        a copy of metrics.jsonl, one event file, the output of Megatron-LM or torchtitan, CSV
 
-Then each run gets a name, and our runs that differ only in seed or microbatch size become one variant. Our own runs,
+Then each run gets a name, and our runs that differ only in the seed become one variant. Our own runs,
 finished or not, are read here. Their configuration is read as plain values because earlier versions had other keys.
 """
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -18,7 +17,7 @@ from pathlib import Path
 import yaml
 
 from gpt_pretrain.compare.comparability import variant_settings
-from gpt_pretrain.compare.comparison import FILE_NAME, Curve, RunRecord, load_comparison
+from gpt_pretrain.compare.comparison import Curve, RunRecord
 from gpt_pretrain.compare.console_logs import read_console_log
 from gpt_pretrain.compare.series import (
     accumulated,
@@ -40,15 +39,10 @@ from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
-_FILES = (
-    "metrics.jsonl, compare.json, a TensorBoard event file, the output of Megatron-LM or torchtitan, or a table "
-    "exported as CSV"
-)
+_FILES = "metrics.jsonl, a TensorBoard event file, the output of Megatron-LM or torchtitan, or a table exported as CSV"
 _METRICS = "metrics.jsonl"
 # Runs that a message suggests.
 _SHOWN = 5
-# Characters of a variant's name.
-_LONGEST_NAME = 40
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
@@ -63,7 +57,7 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
             what = f"{place} is given twice" if other == place else f"{other} and {place} are the same"
             raise UserError(f"runs: {what}; give each run once")
         given[resolved] = place
-    return _named([_read(Path(place)) for place in places])
+    return _named([run for place in places for run in _read(Path(place))])
 
 
 def _read(place: Path) -> list[RunRecord]:
@@ -75,8 +69,6 @@ def _read(place: Path) -> list[RunRecord]:
 def _read_directory(place: Path) -> list[RunRecord]:
     if metrics_path(place).exists():
         return [read_run_dir(place)]
-    if (place / FILE_NAME).exists():
-        return [*load_comparison(place / FILE_NAME).runs]
     # Before event files, which our runs also have: read from those, the runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
         raise UserError(f"runs: {place} is a folder of runs, not a run; give the runs in it: {_as_argument(below)}")
@@ -101,8 +93,6 @@ def _read_file(place: Path) -> list[RunRecord]:
         raise UserError(f"runs: {place} is empty; expected {_FILES}")
     if start.lstrip().startswith(b"{") and b'"kind"' in start.splitlines()[0]:
         return [read_run_dir(place)]
-    if start.startswith(b'{"version": '):
-        return [*load_comparison(place).runs]
     # Every event file begins with this version.
     if b"brain.Event:" in start[:64]:
         found = read_event_files(place, [place])
@@ -115,35 +105,25 @@ def _read_file(place: Path) -> list[RunRecord]:
     return [series.build() for series in found]
 
 
-def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
-    """Gives every run of every place its variant, its role and a unique name."""
-    keyed: list[tuple[RunRecord, tuple[object, ...]]] = []
-    for place, at_place in enumerate(places):
-        for index, run in enumerate(at_place):
-            # Two logs of the same name are two variants.
-            key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
-            if run.format == "gpt_pretrain" and run.configuration:
-                # The runs of a comparison have variants; another comparison may use the same name for other settings.
-                first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
-                key = (run.variant, *sorted(variant_settings(first).items()))
-            keyed.append((run, key))
-    firsts: dict[tuple[object, ...], RunRecord] = {}
-    for run, key in keyed:
-        firsts.setdefault(key, run)
-    variants = dict(zip(firsts, _variant_names([*firsts.values()]), strict=True))
-    sizes = Counter(variants[key] for _, key in keyed)
-    seeds: set[tuple[str, int | None]] = set()
-    named: list[RunRecord] = []
-    for run, key in keyed:
+def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Gives every run its variant and a unique name."""
+    # Logs of other codes do not tell enough to know that they differ only in seeds.
+    keys = [
+        tuple(variant_settings(run).items()) if run.format == "gpt_pretrain" and run.configuration else index
+        for index, run in enumerate(runs)
+    ]
+    firsts = dict(zip(reversed(keys), reversed(runs), strict=True))
+    order = list(dict.fromkeys(keys))
+    variants = dict(zip(order, _variant_names([firsts[key] for key in order]), strict=True))
+    by_name: dict[str, RunRecord] = {}
+    for key, run in zip(keys, runs, strict=True):
         variant = variants[key]
-        repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
-        seeds.add((variant, run.seed))
-        again = " again" if repeats else ""
-        name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}{again}"
-        # The runs of a comparison have names and roles, too.
-        given = run.name if run.variant == variant else name
-        named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
-    return [replace(run, name=name) for run, name in zip(named, numbered([run.name for run in named]), strict=True)]
+        name = variant if keys.count(key) == 1 else f"{variant} seed {run.seed}"
+        if name in by_name:
+            same = f"{by_name[name].source} and {run.source} have equal settings and model.seed={run.seed}"
+            raise UserError(f"runs: {same}, so the second tells nothing about seeds; give one of them")
+        by_name[name] = replace(run, variant=variant, name=name)
+    return list(by_name.values())
 
 
 def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
@@ -156,23 +136,13 @@ def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
 
 
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
-    """A name for each variant, given its first run: the precision, and what else distinguishes it from namesakes."""
+    """A name for each variant, given its first run: the precision, and among namesakes the directory's name."""
     plain = [_plain_name(run) for run in firsts]
-    folders = [Path(run.source).name for run in firsts]
-    names = []
-    for run, name, folder in zip(firsts, plain, folders, strict=True):
-        namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
-        own = variant_settings(run)
-        differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
-        described = " ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])])
-        # Three settings with paths among them say less than the directory that the user named.
-        names.append(folder if len(described) > _LONGEST_NAME and folders.count(folder) == 1 else described)
-    return numbered(names)
+    pairs = zip(firsts, plain, strict=True)
+    return numbered([Path(run.source).name if plain.count(name) > 1 else name for run, name in pairs])
 
 
 def _plain_name(run: RunRecord) -> str:
-    if run.variant:
-        return run.variant
     if run.format != "gpt_pretrain" or not run.configuration:
         return run.name or Path(run.source).stem
     if run.setting("model.fp8") == "true":
@@ -241,7 +211,6 @@ def read_run_dir(place: Path) -> RunRecord:
     return RunRecord(
         name="",
         variant="",
-        role="seed",
         seed=read_seed(settings),
         source=str(place),
         format="gpt_pretrain",
