@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.report import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
+from gpt_pretrain.benchmark.report import Benchmark, benchmark_markdown, format_step_time, write_documents
 from gpt_pretrain.benchmark.results import (
-    Forecast,
     Machine,
     MachineSeen,
     Measured,
@@ -57,11 +56,12 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.report.console import console_of_width, print_line
 from gpt_pretrain.rules.jobs import Job, load_config
-from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve
 
 FAILED = 1
+# Of a line in a log; lines are never wrapped.
+_WIDTH = 160
 
 
 @dataclass(kw_only=True, slots=True)
@@ -75,7 +75,6 @@ class _Entry:
     """By round and rank."""
     problem: str | None = None
     """Why it is no longer measured."""
-    forecast: Forecast | None = None
 
     @property
     def config(self) -> Config:
@@ -97,7 +96,6 @@ class _Entry:
             num_gpus=self.num_processes,
             problem=self.problem,
             figures=figures,
-            forecast=self.forecast,
         )
 
 
@@ -110,7 +108,7 @@ class Campaign:
 
     def __init__(self, config: Config, request: Request) -> None:
         self._config, self._source, self._overrides = config, request.loader.source, request.overrides
-        self._console = console_of_width(WIDTH)
+        self._console = console_of_width(_WIDTH)
         variants = read_variants(config, "benchmark")
         own_problems = own_key_problems(self._overrides)
         loaded = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
@@ -140,8 +138,6 @@ class Campaign:
             for entry in self._entries if number % 2 else reversed(self._entries):
                 if entry.problem is None:
                     self._measure(entry, number)
-        if self._config.benchmark.forecast:
-            self._forecast(seen.machine)
         benchmark = Benchmark(
             config=self._config,
             arguments=tuple(arguments),
@@ -149,7 +145,7 @@ class Campaign:
             machine=seen.machine,
             rows=tuple(with_ratios([entry.row(seen.machine) for entry in self._entries])),
         )
-        print_benchmark(benchmark, self._console)
+        self._note(benchmark_markdown(benchmark))
         for path in write_documents(benchmark, self._run_dir):
             self._note(f"written: {path}")
         return all(entry.problem is None for entry in self._entries)
@@ -186,22 +182,6 @@ class Campaign:
             return
         entry.measured.append(outcome.results)
         self._note(f"{place}: {', '.join(map(format_step_time, outcome.results[0].step_times_s))}")
-
-    def _forecast(self, machine: Machine) -> None:
-        """Plans the variants, if this machine's GPU is `plan.gpu`."""
-        gpu = self._config.plan.gpu
-        if machine.device != GPUS[gpu].name:
-            self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")
-            return
-        for entry in self._entries:
-            overrides = [*entry.loaded.overrides, f"plan.num_gpus={entry.num_processes}"]
-            outcome = run_task(
-                "forecast", Forecast, entry.folder / "forecast", source=self._source, overrides=overrides
-            )
-            if outcome.problem is None:
-                (entry.forecast,) = outcome.results
-            else:
-                self._note(f"{entry.variant.name}: no forecast: {outcome.problem}")
 
     def _note(self, line: str) -> None:
         print_line(self._console, line)
