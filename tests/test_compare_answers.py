@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gpt_pretrain.compare.__main__ import print_comparison
 from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
 from gpt_pretrain.compare.comparability import identity
 from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
+from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys

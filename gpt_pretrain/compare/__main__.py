@@ -34,21 +34,17 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.comparison import Comparison, save_comparison
-from gpt_pretrain.compare.page import table_of_variants, write_page
+from gpt_pretrain.compare.console import print_comparison
+from gpt_pretrain.compare.page import write_page
 from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
-from gpt_pretrain.report.columns import format_share
 from gpt_pretrain.report.console import console_of_width
 
 # These load Hydra, as training does; reading finished runs does without.
@@ -59,14 +55,6 @@ if TYPE_CHECKING:
 FAILED, GATE_MISSED = 1, 4
 # Of a line in a log; a terminal has its own width.
 _WIDTH = 120
-_NUM_TENSORS = 3
-_STYLES = {
-    "as_good": "bold green",
-    "better": "bold green",
-    "worse": "bold red",
-    "cannot_tell": "bold yellow",
-    "not_comparable": "bold red",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,41 +109,6 @@ def _publish(comparison: Comparison, directory: Path) -> int:
     for write in (save_comparison, write_page):
         sys.stdout.write(f"written: {visible(str(write(comparison, directory)))}\n")
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
-
-
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Prints a comparison: what cannot be compared, the table, the verdicts, the gate."""
-
-    def say(line: str, style: str) -> None:
-        # As text: the names of logs and variants may look like rich's markup.
-        console.print(Text(line, style=style))
-
-    for each in comparison.obstacles:
-        values = f"{each.key} is {each.value}, {comparison.baseline}'s is {each.baseline_value}"
-        say(f"{each.run} cannot be compared with {comparison.baseline}: {values}", "bold red")
-    for line in comparison.unchecked:
-        say(line, "yellow")
-    headings, rows = table_of_variants(comparison)
-    table = Table(title=Text(f"against {comparison.baseline}"), title_justify="left", show_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="ellipsis" if index else "fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    for figures in comparison.figures:
-        for tensor in figures.hurts[:_NUM_TENSORS]:
-            shares = f"{format_share(tensor.saturated)} saturated, {format_share(tensor.flushed)} flushed to zero"
-            say(f"{figures.variant}: {tensor.layer} {tensor.tensor}: {shares}", "dim")
-    for answer in comparison.answers:
-        say(answer.sentence, _STYLES[answer.judgement])
-        for reason in answer.reasons:
-            if reason not in answer.sentence:
-                say(f"  {reason}", "dim")
-    if comparison.gate is not None:
-        for missed in comparison.gate.missed:
-            say(f"gate: {missed}", "bold red")
-        if not comparison.gate.missed:
-            say("gate: passed", "bold green")
 
 
 def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:

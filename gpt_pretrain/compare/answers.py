@@ -35,7 +35,7 @@ from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
-_NUM_TENSORS = 10
+_NUM_TENSORS = 5
 
 METHODS = (
     f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "

@@ -94,7 +94,7 @@ class Series:
             format=self.format,
             state="finished" if self.max_steps is not None and steps[-1] >= self.max_steps else "end unknown",
             num_gpus=self.num_gpus,
-            training=thinned(training),
+            training=thinned(training, KEPT_POINTS),
             validation=validated(self.validation, training),
             tokens_per_s=per_s,
             memory_gib=self.memory_gib,
@@ -195,9 +195,9 @@ def validated(losses: Mapping[int, float], training: Curve) -> Curve:
     )
 
 
-def thinned(curve: Curve) -> Curve:
-    """At most `KEPT_POINTS` points, each the mean loss of as many neighbors at the last one's step."""
-    per_point = math.ceil(len(curve.steps) / KEPT_POINTS)
+def thinned(curve: Curve, num_points: int) -> Curve:
+    """At most `num_points` points, each the mean loss of as many neighbors at the last one's step."""
+    per_point = math.ceil(len(curve.steps) / num_points)
     if per_point <= 1:
         return curve
     ends = [*range(per_point, len(curve.steps), per_point), len(curve.steps)]

@@ -20,6 +20,7 @@ from gpt_pretrain.compare.comparability import variant_settings
 from gpt_pretrain.compare.comparison import Curve, RunRecord
 from gpt_pretrain.compare.console_logs import read_console_log
 from gpt_pretrain.compare.series import (
+    KEPT_POINTS,
     accumulated,
     as_settings,
     check_size,
@@ -216,7 +217,7 @@ def read_run_dir(place: Path) -> RunRecord:
         format="gpt_pretrain",
         state=_state(path, metrics),
         num_gpus=gpus,
-        training=thinned(training),
+        training=thinned(training, KEPT_POINTS),
         validation=validated({record.step: record.loss for record in metrics.validation}, training),
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
         memory_gib=max((record.memory_gib for record in train if record.memory_gib is not None), default=None),
