@@ -379,10 +379,8 @@ def test_a_damaged_configuration_is_named(tmp_path, yaml, expected):
 
 def test_places_without_runs_are_refused_with_a_way_out(tmp_path):
     (tmp_path / "sweep").mkdir()
-    place = write_run(tmp_path / "sweep" / "0", train_record(1))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=r"sweep holds neither metrics\.jsonl"):
         read_runs([str(tmp_path / "sweep")])
-    assert f"runs=[{place}]" in str(caught.value)
     with pytest.raises(UserError, match="missing"):
         read_runs([str(tmp_path / "missing")])
 

@@ -89,23 +89,10 @@ class Measured(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingDone(JsonObject):
-    """What a rank returns after training to the end; the run directory has everything else."""
-
-    max_steps: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PlatformSeen(JsonObject):
-    """The machine as a process sees it, which decides whether it can run a variant."""
+class MachineSeen(JsonObject):
+    """The machine as a process sees it, which decides whether it can run a variant, with its products measured."""
 
     platform: Platform
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MachineSeen(PlatformSeen):
-    """The same with its products measured."""
-
     machine: Machine
 
 

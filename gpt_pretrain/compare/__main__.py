@@ -1,27 +1,21 @@
 r"""gpt_pretrain.compare: does one setting train as well as another, and how much
 sooner does it reach the same loss?
 
-It takes every argument of python -m gpt_pretrain, trains each of
-compare.variants with compare.seeds seeds, and compares them with the first.
-trainer.devices is the number of processes of each run. Started again with the
-same run_dir, the command continues: finished runs are not trained again.
-
-runs=[…] trains nothing and reads finished or running runs: our run directories,
-the output of Megatron-LM or torchtitan, TensorBoard's event files, and CSV
-tables such as W&B's. The first is the baseline.
+runs=[…] names finished or running runs: our run directories, or a folder of
+them such as a sweep's, the output of Megatron-LM or torchtitan, TensorBoard's
+event files, and CSV tables such as W&B's. The first is the baseline. Our runs
+that differ only in model.seed are one variant.
 
 It prints a table and a verdict on each variant, and writes compare.json and
 compare.html to run_dir.
 
-Exit codes: 0 compared; 1 a variant failed, and the others are compared;
-4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
-2 a mistake in what was given;
-130 Ctrl-C.
+Exit codes: 0 compared; 4 compare.max_loss_gap or compare.min_speedup is missed,
+or cannot be shown; 2 a mistake in what was given; 130 Ctrl-C.
 
 Examples:
-    python -m gpt_pretrain.compare experiment=gpt2_124m_1gpu \
-        compare.variants=[bf16,fp8_delayed] compare.seeds=3 run_dir=outputs/fp8
-    python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8]
+    python -m gpt_pretrain -m experiment=gpt2_124m_1gpu fp8=none,delayed \
+        model.seed=1,2,3 hydra.sweep.dir=outputs/fp8
+    python -m gpt_pretrain.compare runs=[outputs/fp8]
     python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,wandb-export.csv]
     python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8] \
         compare.max_loss_gap=0.5% compare.min_speedup=1.2
@@ -30,46 +24,36 @@ Examples:
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field
 
-from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
-from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
-from gpt_pretrain.compare.comparison import Comparison, save_comparison
+from gpt_pretrain.commands.command import run_with_arguments
+from gpt_pretrain.compare.answers import Demands, compare_runs, gate_problems, read_gate
+from gpt_pretrain.compare.comparison import save_comparison
 from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.page import write_page
-from gpt_pretrain.compare.sources import read_run_dir, read_runs
+from gpt_pretrain.compare.sources import read_runs
 from gpt_pretrain.config.errors import ConfigError, visible
-from gpt_pretrain.config.keys import is_known
-from gpt_pretrain.config.schema import Config, GateConfig
-from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
+from gpt_pretrain.launch.run_dir import check_contents, make_run_dir
 from gpt_pretrain.report.console import console_of_width
 
-# These load Hydra, as training does; reading finished runs does without.
-if TYPE_CHECKING:
-    from gpt_pretrain.commands.command_line import Request
-    from gpt_pretrain.rules.jobs import Job
-
-FAILED, GATE_MISSED = 1, 4
+GATE_MISSED = 4
 # Of a line in a log; a terminal has its own width.
 _WIDTH = 120
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FinishedRuns:
-    """The command's arguments when it trains nothing."""
+    """The command's arguments."""
 
     runs: list[str]
-    """Directories of runs, and logs; the first is the baseline."""
+    """Directories of runs, folders of such, and logs; the first is the baseline."""
     run_dir: str | None = None
     """Where compare.json and compare.html go; null: outputs/DATE/TIME_compare."""
-    compare: GateConfig = field(default_factory=lambda: GateConfig(max_loss_gap=None, min_speedup=None))
+    compare: Demands = field(default_factory=Demands)
 
 
 def compare_finished(arguments: FinishedRuns, command: str) -> int:
-    """Reads runs and compares them; returns the exit code."""
+    """Reads runs, compares them, prints and writes it; returns the exit code."""
     problems = [*gate_problems(arguments.compare)]
     if not arguments.runs:
         problems.append("runs=[] compares nothing; give directories of runs, or logs: runs=[outputs/a,outputs/b]")
@@ -78,73 +62,18 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
     if arguments.run_dir is not None:
         check_contents(arguments.run_dir, "a comparison")
     comparison = compare_runs(read_runs(arguments.runs), command=command, gate=read_gate(arguments.compare))
-    return _publish(comparison, make_run_dir(arguments.run_dir, "compare"))
-
-
-def train_and_compare(request: "Request", config: Config, command: str) -> int:
-    """Trains the variants and compares what is finished; returns the exit code."""
-    from gpt_pretrain.compare.training import train_variants
-
-    check_run_dir(config, "a comparison")
-    run_dir = make_run_dir(config.run_dir, config.name)
-    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
-    runs = [
-        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, seed=run.seed)
-        for run, is_finished in trained
-        if is_finished
-    ]
-    code = 0 if len(runs) == len(trained) else FAILED
-    finished = {run.variant for run in runs}
-    baseline = trained[0][0].variant.name
-    if baseline not in finished or len(finished) == 1:
-        sys.stdout.write(f"nothing to compare yet: {visible(baseline)} and another variant have to be finished\n")
-        return code
-    published = _publish(compare_runs(runs, command=command, gate=read_gate(config.compare)), run_dir)
-    return code or published
-
-
-def _publish(comparison: Comparison, directory: Path) -> int:
-    """Prints and writes a comparison; returns 0, or 4 if the gate is missed."""
+    directory = make_run_dir(arguments.run_dir, "compare")
     print_comparison(comparison, console_of_width(_WIDTH))
     for write in (save_comparison, write_page):
         sys.stdout.write(f"written: {visible(str(write(comparison, directory)))}\n")
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 
-def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
-    """Refuses runs given without a key, or with one that only resembles `runs`."""
-    problems = [
-        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, without any training arguments"
-        for argument in arguments
-        for key, _, value in [argument.lstrip("+").partition("=")]
-        if key == "run" and not value.startswith("{")
-    ]
-    names = [word for word in arguments if "=" in word or is_known(word) or word in groups or not word.strip()]
-    if arguments and not names:
-        problems.append(f"{' '.join(arguments)} are given without a key; write runs=[{','.join(arguments)}]")
-    if problems:
-        raise ConfigError(problems)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "gpt_pretrain.compare", *given])
-    if any(argument.lstrip("+-").partition("=")[0] == "runs" for argument in given):
-        return run_with_arguments(__doc__, FinishedRuns, lambda each: compare_finished(each, command), given)
-    from gpt_pretrain.compare.planned import compare_problems
-
-    def train(request: "Request", jobs: "Sequence[Job]", launch: Launch) -> int:
-        return train_and_compare(request, jobs[0].config, command)
-
-    def refuse(request: "Request", launch: Launch) -> None:
-        refuse_launcher_and_sweep(request, launch, "a comparison", "compare.variants")
-        if launchers := [word for word in request.overrides if word.lstrip("+").startswith("hydra/launcher=")]:
-            problem = f"{launchers[0]}: a comparison trains its runs here, one after another"
-            raise ConfigError([f"{problem}; train them as a sweep (-m), and compare them by runs=[…]"])
-        _refuse_runs_without_key(request.overrides, request.loader.groups())
-
-    return run_with_config(__doc__, train, given, rules=compare_problems, refuse=refuse, name="compare")
+    return run_with_arguments(__doc__, FinishedRuns, lambda each: compare_finished(each, command), given)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Where runs come from: any directory or file, recognized by its content, never by its name.
 
-    directory   metrics.jsonl: one of our runs; event files: one run per folder
+    directory   metrics.jsonl: one of our runs, or a folder of them; event files: one run per folder
     file        a copy of metrics.jsonl, one event file, the output of Megatron-LM or torchtitan, CSV
 
 Then each run gets a name, and our runs that differ only in the seed become one variant. Our own runs,
@@ -32,7 +32,7 @@ from gpt_pretrain.compare.series import (
 )
 from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import UserError, list_argument, show
+from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
@@ -42,8 +42,6 @@ from gpt_pretrain.report.summary import mean_tokens_per_s
 
 _FILES = "metrics.jsonl, a TensorBoard event file, the output of Megatron-LM or torchtitan, or a table exported as CSV"
 _METRICS = "metrics.jsonl"
-# Runs that a message suggests.
-_SHOWN = 5
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
@@ -72,18 +70,12 @@ def _read_directory(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     # Before event files, which our runs also have: read from those, the runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
-        raise UserError(f"runs: {place} is a folder of runs, not a run; give the runs in it: {_as_argument(below)}")
+        return [read_run_dir(run) for run in below]
     if events := find_event_files(place):
         return [series.build() for series in read_event_files(place, events)]
     raise UserError(
         f"runs: {place} holds neither metrics.jsonl nor TensorBoard's event files; give the directory of a run"
     )
-
-
-def _as_argument(places: Sequence[Path]) -> str:
-    """The first few places in the command line's form."""
-    more = len(places) - _SHOWN
-    return list_argument("runs", [str(place) for place in places[:_SHOWN]]) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_file(place: Path) -> list[RunRecord]:
@@ -127,12 +119,12 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return list(by_name.values())
 
 
-def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
-    """The names; a repeated one gets, after the joint, the first number that makes it unlike all others."""
+def _numbered(names: Sequence[str]) -> list[str]:
+    """The names; a repeated one gets the first number that makes it unlike all others."""
     unique: list[str] = []
     for name in names:
-        numbers = (number for number in count(2) if f"{name}{joint}{number}" not in (*names, *unique))
-        unique.append(f"{name}{joint}{next(numbers)}" if name in unique else name)
+        numbers = (number for number in count(2) if f"{name} {number}" not in (*names, *unique))
+        unique.append(f"{name} {next(numbers)}" if name in unique else name)
     return unique
 
 
@@ -140,7 +132,7 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
     """A name for each variant, given its first run: the precision, and among namesakes the directory's name."""
     plain = [_plain_name(run) for run in firsts]
     pairs = zip(firsts, plain, strict=True)
-    return numbered([Path(run.source).name if plain.count(name) > 1 else name for run, name in pairs])
+    return _numbered([Path(run.source).name if plain.count(name) > 1 else name for run, name in pairs])
 
 
 def _plain_name(run: RunRecord) -> str:

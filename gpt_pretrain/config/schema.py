@@ -18,17 +18,15 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.facts import key, unread_with
-from gpt_pretrain.config.schema_commands import BenchmarkConfig, CompareConfig, GateConfig, PlanConfig
+from gpt_pretrain.config.schema_commands import BenchmarkConfig, PlanConfig
 from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, ScheduleConfig, TokenizerConfig
 from gpt_pretrain.config.schema_model import ModelConfig
 
 __all__ = [
     "BenchmarkConfig",
     "CheckpointConfig",
-    "CompareConfig",
     "Config",
     "DataConfig",
-    "GateConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimConfig",
@@ -202,4 +200,3 @@ class Config:
     sample: SampleConfig
     plan: PlanConfig
     benchmark: BenchmarkConfig
-    compare: CompareConfig
