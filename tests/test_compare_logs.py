@@ -37,7 +37,6 @@ def log(name):
 
 
 MEGATRON, TITAN = log("megatron_lm.txt"), log("torchtitan.txt")
-WANDB = log("wandb.csv")
 
 
 def read(tmp_path, content, name="log"):
@@ -93,46 +92,36 @@ def test_of_several_ranks_that_print_each_step_the_first_counts(tmp_path):
     assert (run.training.steps, run.training.losses) == ((1, 10, 20), (8.0277, 7.7082, 6.9532))
 
 
-def test_a_wandb_chart_has_a_run_for_each_of_its_curves(tmp_path):
-    bf16, fp8 = read(tmp_path, WANDB, "export.csv")
-    assert [run.format for run in (bf16, fp8)] == ["csv", "csv"]
-    assert [run.variant for run in (bf16, fp8)] == ["bf16", "fp8"]
-    assert bf16.training.steps == (10, 20, 30)
-    assert bf16.training.losses[:2] == (5.5, 4.5)
-    assert math.isnan(bf16.training.losses[2])
-    assert (fp8.training.steps, fp8.training.losses) == ((10, 30), (5.6, 4.4))
+def write_events(directory, steps, **columns):
+    """An event file with a value of each tag at each step."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    with SummaryWriter(directory) as writer:
+        for index, step in enumerate(steps):
+            for tag, values in columns.items():
+                writer.add_scalar(tag.replace("__", "/"), values[index], step)
+    return str(directory)
 
 
-def test_a_table_of_columns(tmp_path):
-    rows = ["step,train/loss,val/loss,train/tokens_per_s,train/tokens_per_s_per_gpu,train/consumed_tokens,note"]
-    rows += [f"{step},{5 - step / 10},{'' if step < 3 else 4.8},400,100,{step * 1000},x" for step in (1, 2, 3)]
-    (run,) = read(tmp_path, "\ufeff" + "\n".join(rows), "nano.csv")
-    assert (run.format, run.variant, run.num_gpus) == ("csv", "nano", 4)
-    assert run.training.gpu_seconds == pytest.approx([10, 20, 30])
-    assert (run.validation.steps, run.validation.losses) == ((3,), (4.8,))
-    assert run.tokens_per_s == pytest.approx(400)
-
-
-def test_a_table_may_count_its_steps_from_zero(tmp_path):
-    rows = ["step,train/loss,train/tokens_per_s_per_gpu,train/consumed_tokens"]
-    rows += [f"{step},{5 - step / 10},{rate},{step * 1000}" for step, rate in enumerate((1, 100, 200, 100))]
-    (run,) = read(tmp_path, "\n".join(rows))
+def test_events_may_count_their_steps_from_zero(tmp_path):
+    rates = {"train__tokens_per_s_per_gpu": (1, 100, 200, 100), "train__consumed_tokens": (0, 1000, 2000, 3000)}
+    (run,) = read_runs([write_events(tmp_path, range(4), train__loss=(5, 4, 3, 2), **rates)])
     assert run.training.tokens == (0, 1000, 2000, 3000)
     # The first rate is a warm-up's; it counts as the median of the others.
     assert run.training.gpu_seconds == pytest.approx([10, 20, 25, 35])
 
 
-@pytest.mark.parametrize("together", ["nan", "inf", "-400", "0"])
+@pytest.mark.parametrize("together", [math.nan, math.inf, -400, 0])
 def test_a_rate_that_is_none_tells_no_number_of_gpus(tmp_path, together):
-    rows = ["step,loss,train/tokens_per_s,train/tokens_per_s_per_gpu", f"1,5,{together},100", "2,4,400,100"]
-    (run,) = read(tmp_path, "\n".join(rows))
+    rates = {"train__tokens_per_s": (together, 400), "train__tokens_per_s_per_gpu": (100, 100)}
+    (run,) = read_runs([write_events(tmp_path, (1, 2), loss=(5, 4), **rates)])
     assert run.num_gpus == 4
 
 
-@pytest.mark.parametrize("seconds", ["-49.50", "nan", "inf", "0.0"])
+@pytest.mark.parametrize("seconds", [-49.5, math.nan, math.inf, 0.0])
 def test_times_that_are_none_tell_no_time(tmp_path, seconds):
-    rows = ["step,loss,train/step_time_s,world-size", f"1,5,{seconds},4", f"2,4,{seconds},4"]
-    (run,) = read(tmp_path, "\n".join(rows))
+    times = {"train__step_time_s": (seconds, seconds), "world-size": (4, 4)}
+    (run,) = read_runs([write_events(tmp_path, (1, 2), loss=(5, 4), **times)])
     assert (run.num_gpus, run.training.gpu_seconds, run.tokens_per_s) == (4, (), None)
 
 
@@ -318,12 +307,6 @@ BROKEN = {
     "no time": (lines_of(MEGATRON, 12, "(ms): 12936.1", "(ms): 0"), ":12:", "(ms): N"),
     "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
     "only a torn line": (TITAN.splitlines()[4][:120], "torchtitan", "tps: N"),
-    "a cell of words": (lines_of(WANDB, 3, "4.5", "four"), ":3:", "a number"),
-    "a cell behind one of two lines": ('step,note,loss\n1,"two\nlines",5\n2,one,four\n', ":4:", "a number"),
-    "a row too short": (lines_of(WANDB, 2, ',"5.6"', ""), ":2:", "7 columns"),
-    "a step that is none": (lines_of(WANDB, 4, '"30"', '"3.5"'), ":4:", "'Step'"),
-    "no loss": ("Step,accuracy\n1,2\n", ":1:", "train/loss"),
-    "no steps": ("Relative Time (Process),run - train/loss\n1.5,2\n", ":1:", "step, _step"),
     "a line of ours": (StartRecord(step=0, time_unix=0.0).to_line() + "\nnonsense\n{}\n", ":2 ", "record"),
     "none of our steps": (StartRecord(step=0, time_unix=0.0).to_line() + "\n", " has no record", "train"),
     "a number beyond all floats": (
@@ -399,8 +382,8 @@ def test_what_is_too_large_is_refused_unread(tmp_path):
         read_runs([str(path)])
 
 
-@pytest.mark.parametrize("content", [TITAN + "chatter\n" * 30_000, "step,loss,note\n" + "1,2,chatter\n" * 30_000])
-def test_a_long_log_is_read_line_by_line(tmp_path, content):
+def test_a_long_log_is_read_line_by_line(tmp_path):
+    content = TITAN + "chatter\n" * 30_000
     path = tmp_path / "log"
     path.write_text(content)
     # Its libraries are not what is measured.
@@ -415,8 +398,6 @@ def test_a_long_log_is_read_line_by_line(tmp_path, content):
 
 
 def test_a_log_steers_no_terminal(tmp_path):
-    (run,) = read(tmp_path, lines_of(WANDB, 1, 'fp8 - train/loss"', '\x1b]0;owned\x07 - train/loss"'), "m.csv")[1:]
-    assert run.variant.isprintable()
     evil = MEGATRON.replace(
         "seq_length ...................................... 4096", "data_path ... \x1b[2J" + "x" * 5000
     )
@@ -433,7 +414,9 @@ def test_long_curves_are_thinned_by_means():
 
 
 def test_times_need_a_number_of_gpus_or_a_rate():
-    run = Series(source="", format="csv", settings={"model.encoder_seq_length": "10", "model.global_batch_size": "5"})
+    run = Series(
+        source="", format="tensorboard", settings={"model.encoder_seq_length": "10", "model.global_batch_size": "5"}
+    )
     for step in (2, 4, 6):
         run.add(Point(step=step, loss=1.0, step_s=3.0), "")
     assert run.build().training.gpu_seconds == ()
@@ -446,6 +429,6 @@ def test_times_need_a_number_of_gpus_or_a_rate():
 
 
 def test_every_record_is_json(tmp_path):
-    for name, content in {"m": MEGATRON, "t": TITAN, "w": WANDB}.items():
+    for name, content in {"m": MEGATRON, "t": TITAN}.items():
         for run in read(tmp_path, content, name):
             json.dumps(run.to_json(), allow_nan=False)

@@ -2,9 +2,9 @@ r"""gpt_pretrain.compare: does one setting train as well as another, and how muc
 sooner does it reach the same loss?
 
 runs=[…] names finished or running runs: our run directories, or a folder of
-them such as a sweep's, the output of Megatron-LM or torchtitan, TensorBoard's
-event files, and CSV tables such as W&B's. The first is the baseline. Our runs
-that differ only in model.seed are one variant.
+them such as a sweep's, the output of Megatron-LM or torchtitan, and
+TensorBoard's event files. The first is the baseline. Our runs that differ only
+in model.seed are one variant.
 
 It prints a table and a verdict on each variant, and writes compare.json and
 compare.html to run_dir.
@@ -16,7 +16,7 @@ Examples:
     python -m gpt_pretrain -m experiment=gpt2_124m_1gpu fp8=none,delayed \
         model.seed=1,2,3 hydra.sweep.dir=outputs/fp8
     python -m gpt_pretrain.compare runs=[outputs/fp8]
-    python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,wandb-export.csv]
+    python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,tb_events]
     python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8] \
         compare.max_loss_gap=0.5% compare.min_speedup=1.2
 """  # noqa: D205

@@ -21,8 +21,8 @@ from gpt_pretrain.report.records import Fp8Record
 VERSION = 2
 FILE_NAME = "compare.json"
 
-Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard", "csv"]
-"""What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
+Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard"]
+"""What wrote the metrics: this application, a code whose output was saved, event files."""
 Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
 """Of the final loss, against the baseline and the allowed gap."""
 NoiseSource = Literal["paired seeds", "seeds", "none"]

@@ -1,7 +1,7 @@
 """Where runs come from: any directory or file, recognized by its content, never by its name.
 
     directory   metrics.jsonl: one of our runs, or a folder of them; event files: one run per folder
-    file        a copy of metrics.jsonl, one event file, the output of Megatron-LM or torchtitan, CSV
+    file        a copy of metrics.jsonl, one event file, the output of Megatron-LM or torchtitan
 
 Then each run gets a name, and our runs that differ only in the seed become one variant. Our own runs,
 finished or not, are read here. Their configuration is read as plain values because earlier versions had other keys.
@@ -19,6 +19,7 @@ import yaml
 from gpt_pretrain.compare.comparability import variant_settings
 from gpt_pretrain.compare.comparison import Curve, RunRecord
 from gpt_pretrain.compare.console_logs import read_console_log
+from gpt_pretrain.compare.event_files import MAX_DEPTH, find_event_files, read_event_files
 from gpt_pretrain.compare.series import (
     KEPT_POINTS,
     accumulated,
@@ -30,7 +31,6 @@ from gpt_pretrain.compare.series import (
     thinned_records,
     validated,
 )
-from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import read_foreign_text
@@ -40,7 +40,7 @@ from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
-_FILES = "metrics.jsonl, a TensorBoard event file, the output of Megatron-LM or torchtitan, or a table exported as CSV"
+_FILES = "metrics.jsonl, a TensorBoard event file, or the output of Megatron-LM or torchtitan"
 _METRICS = "metrics.jsonl"
 
 
@@ -88,14 +88,10 @@ def _read_file(place: Path) -> list[RunRecord]:
         return [read_run_dir(place)]
     # Every event file begins with this version.
     if b"brain.Event:" in start[:64]:
-        found = read_event_files(place, [place])
-    elif log := read_console_log(place):
-        found = [log]
-    else:
-        found = read_table(place)
-    if not found:
-        raise UserError(f"runs: {place}:1: no run in it; expected {_FILES}")
-    return [series.build() for series in found]
+        return [series.build() for series in read_event_files(place, [place])]
+    if log := read_console_log(place):
+        return [log.build()]
+    raise UserError(f"runs: {place}:1: no run in it; expected {_FILES}")
 
 
 def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:

@@ -1,26 +1,18 @@
-"""Metrics by name and step: TensorBoard's event files, and tables exported as CSV.
-
-    W&B      a chart's export: `"Step","RUN - train/loss","RUN - train/loss__MIN",…`, several runs side by side
-    others   one run: a column of steps, and columns with the names of known metrics
+"""TensorBoard's event files: metrics by name and step, one run per folder.
 
 `_NAMES` has the metrics' names in our runs, Megatron-LM, NeMo, torchtitan, transformers and nanoGPT.
 """
 
-import csv
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NoReturn
 
-from gpt_pretrain.compare.comparison import Format
-from gpt_pretrain.compare.series import MAX_BYTES, MAX_POINTS, Point, Series, check_size
+from gpt_pretrain.compare.series import MAX_BYTES, Point, Series, check_size
 from gpt_pretrain.config.errors import UserError, format_bytes
 
 type Columns = dict[str, dict[int, float]]
 """Metric → step → value."""
-type Rows = Iterator[tuple[int, list[str]]]
-"""The number of a row's last line in the file, and its cells."""
 
 _NAMES = {
     "loss": (
@@ -51,11 +43,8 @@ _NAMES = {
     "memory": ("train/memory_gib", "memory/max_reserved(GiB)"),
     "skipped": ("train/skipped_steps",),
 }
-_KNOWN = {name.lower() for names in _NAMES.values() for name in names}
-_STEPS = ("step", "_step", "global_step", "trainer/global_step", "train/global_step", "iteration", "iter")
-_MAX_FILES, MAX_DEPTH, _MAX_COLUMNS = 1000, 4, 10_000
+_MAX_FILES, MAX_DEPTH = 1000, 4
 _EVENTS = "*tfevents*"
-_EXPECTED = f"a column of steps ({', '.join(_STEPS[:3])}, …) and one of losses ({', '.join(_NAMES['loss'])})"
 
 
 def _column(columns: Columns, what: str) -> dict[int, float]:
@@ -64,12 +53,12 @@ def _column(columns: Columns, what: str) -> dict[int, float]:
     return next((by_lower[name.lower()] for name in _NAMES[what] if name.lower() in by_lower), {})
 
 
-def _series(columns: Columns, source: Path, format_: Format, label: str) -> Series | None:
+def _series(columns: Columns, source: Path, label: str) -> Series | None:
     """A run from its columns; None without a loss."""
     losses = _column(columns, "loss")
     if not losses:
         return None
-    series = Series(source=str(source), format=format_, label=label)
+    series = Series(source=str(source), format="tensorboard", label=label)
     tokens, samples, rates, step_s = (_column(columns, what) for what in ("tokens", "samples", "rate", "step_s"))
     for step in sorted(losses):
         series.add(
@@ -126,7 +115,7 @@ def read_event_files(directory: Path, paths: Sequence[Path]) -> list[Series]:
         columns = _event_columns(place)
         names |= set(columns)
         label = str(place.relative_to(directory)) if place != directory else ""
-        series = _series(columns, directory, "tensorboard", label)
+        series = _series(columns, directory, label)
         if series is not None:
             found.append(series)
     if not found:
@@ -148,76 +137,3 @@ def _event_columns(place: Path) -> Columns:
     return {
         tag: {int(event.step): float(event.value) for event in events.Scalars(tag)} for tag in events.Tags()["scalars"]
     }
-
-
-def read_table(path: Path) -> list[Series]:
-    """The runs of an exported table; empty if the first line is not its heading.
-
-    Raises `UserError` if a row is damaged or no column is a loss.
-    """
-    with path.open(encoding="utf-8-sig", errors="replace", newline="") as file:
-        reader = csv.reader(file)
-        # A quoted cell may span several lines.
-        rows = ((reader.line_num, row) for row in reader)
-        try:
-            _, heading = next(rows, (0, []))
-            lower = [name.strip().lower() for name in heading]
-            if not 2 <= len(heading) <= _MAX_COLUMNS:
-                return []
-            if not {*_STEPS} & set(lower):
-                if any(name.endswith("loss") for name in lower):
-                    _refuse(path, 1, _EXPECTED)
-                return []
-            return _wide(path, [name.strip() for name in heading], rows)
-        except csv.Error as error:
-            _refuse(path, reader.line_num, f"a row of a table ({error})")
-
-
-def _refuse(path: Path, line: int, expected: str) -> NoReturn:
-    raise UserError(f"{path}:{line}: expected {expected}; remove the line, or export the table again")
-
-
-def _cell(path: Path, line: int, name: str, text: str) -> float | None:
-    """A number; None for an empty cell."""
-    if not text.strip():
-        return None
-    try:
-        return float(text)
-    except ValueError:
-        _refuse(path, line, f"a number in {name!r}, not {text[:40]!r}")
-
-
-def _whole_rows(path: Path, width: int, rows: Rows) -> Rows:
-    for line, row in rows:
-        if not any(cell.strip() for cell in row):
-            continue
-        if len(row) != width:
-            _refuse(path, line, f"{width} columns as in the heading, not {len(row)}")
-        if line > MAX_POINTS:
-            _refuse(path, line, f"at most {MAX_POINTS:,} rows")
-        yield line, row
-
-
-def _wide(path: Path, heading: Sequence[str], rows: Rows) -> list[Series]:
-    """One metric per column; with headings `RUN - METRIC`, several runs side by side."""
-    axis = next(index for index, name in enumerate(heading) if name.lower() in _STEPS)
-    by_run: dict[str, dict[str, int]] = {}
-    for index, name in enumerate(heading):
-        run, _, metric = name.rpartition(" - ")
-        if index != axis and not metric.endswith(("__MIN", "__MAX")):
-            by_run.setdefault(run, {})[metric] = index
-    columns: dict[str, Columns] = {run: {name: {} for name in metrics} for run, metrics in by_run.items()}
-    for line, row in _whole_rows(path, len(heading), rows):
-        step = _cell(path, line, heading[axis], row[axis])
-        if step is None or _whole(step) != step:
-            _refuse(path, line, f"a whole number in {heading[axis]!r}, not {row[axis][:40]!r}")
-        for run, metrics in by_run.items():
-            for name, index in metrics.items():
-                # Unknown columns may hold anything.
-                if name.lower() in _KNOWN and (value := _cell(path, line, name, row[index])) is not None:
-                    columns[run][name][int(step)] = value
-    found = [_series(each, path, "csv", run if len(columns) > 1 else "") for run, each in columns.items()]
-    runs = [series for series in found if series is not None]
-    if not runs:
-        _refuse(path, 1, f"{_EXPECTED} with numbers; it has: {', '.join(heading[:12])}")
-    return runs
