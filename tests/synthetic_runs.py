@@ -2,7 +2,7 @@
 
 import math
 
-from gpt_pretrain.compare.comparison import Curve, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, RunRecord
 
 TOKENS_PER_STEP = 1000
 SHARED = {
@@ -59,9 +59,7 @@ def synthetic_run(
         skipped_steps=0,
         fp8_share=None,
         fp8=(),
-        configuration=tuple(
-            Setting(key=key, value=str(value)) for key, value in {**settings, "model.seed": seed}.items()
-        ),
+        configuration={key: str(value) for key, value in {**settings, "model.seed": seed}.items()},
         versions=None,
         command=None,
         **fields,

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
 from gpt_pretrain.compare.comparability import identity
-from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
+from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval
 from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
@@ -53,7 +53,7 @@ def test_the_gap_and_its_paired_interval_are_those_calculated_by_hand():
     # A constant ratio is the same all along.
     assert found.gap_curve.gaps == pytest.approx([found.loss_gap.value] * 101)
     assert found.gap_curve.lows == pytest.approx([found.loss_gap.low] * 101)
-    assert found.gap_curve.tokens[-1] == found.gap_curve.steps[-1] * 1000 == 975_000
+    assert found.gap_curve.steps[-1] == 975
 
 
 def test_further_variants_tell_the_noise_where_they_share_seeds_and_ground():
@@ -153,7 +153,6 @@ def test_a_verdict_says_what_the_runs_show(case):
     assert found.judgement == judgement
     assert words in found.sentence
     assert "fp8" in found.sentence
-    assert comparison.verdict == found.sentence
     # JSON's values, as a NaN equals nothing.
     assert Comparison.from_json(comparison.to_json()).to_json() == comparison.to_json()
 
@@ -196,7 +195,6 @@ def test_logs_without_times_or_tokens_are_compared_over_steps():
     runs = [synthetic_run("fp8", 1, training=replace(UNTIMED, tokens=())), synthetic_run("fp8", 2)]
     found = answer(*BASELINE, *runs)
     assert found.times == ()
-    assert found.gap_curve.tokens == ()
     assert found.gap_curve.steps[-1] == 975
     assert "fp8 seed 1" in found.reasons[0]
 
@@ -265,7 +263,7 @@ def test_each_key_of_the_model_is_what_must_be_equal_or_may_differ():
 
 
 def test_what_a_log_does_not_tell_is_named():
-    silent = replace(synthetic_run("log", 1), configuration=(Setting(key="model.global_batch_size", value="8"),))
+    silent = replace(synthetic_run("log", 1), configuration={"model.global_batch_size": "8"})
     (unchecked,) = compare(synthetic_run("bf16", 1), silent).unchecked
     assert all(word in unchecked for word in ("log seed 1", "data", "tokenizer", "model"))
     assert "batch" not in unchecked

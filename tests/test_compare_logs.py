@@ -55,7 +55,8 @@ def test_megatron_lms_lines(tmp_path):
     # The first step's compilation counts as the median of the others, on eight GPUs.
     assert training.gpu_seconds == pytest.approx([8 * 12.46805, 8 * (12.46805 + 12.9361), 8 * (12.46805 + 24.9361)])
     assert run.memory_gib == pytest.approx(15754.88818359375 / 1024)
-    assert (run.setting("model.num_layers"), run.setting("model.encoder_seq_length")) == ("32", "4096")
+    assert run.configuration["model.num_layers"] == "32"
+    assert run.configuration["model.encoder_seq_length"] == "4096"
     assert (run.validation.steps, run.validation.losses) == ((3,), (10.4,))
     assert run.tokens_per_s == pytest.approx(128 * 4096 / 12.46805, rel=0.03)
 
@@ -192,8 +193,8 @@ def test_our_own_runs(tmp_path):
     assert run.validation == Curve(steps=(0, 3), losses=(4.2, 4.2), tokens=(0, 1536), gpu_seconds=(0.0, 12.0))
     assert run.tokens_per_s == pytest.approx(256)
     assert [record.step for record in run.fp8] == [1]
-    assert run.setting("model.ffn_hidden_size") == "256"
-    assert run.setting("model.data.data_prefix") == "['/a/web', '/b/code']"
+    assert run.configuration.get("model.ffn_hidden_size") == "256"
+    assert run.configuration.get("model.data.data_prefix") == "['/a/web', '/b/code']"
 
 
 @pytest.mark.parametrize(
@@ -220,7 +221,7 @@ def test_a_copy_of_the_metrics_is_enough(tmp_path):
     copy = tmp_path / "metrics_7.txt"
     (tmp_path / "a" / "metrics.jsonl").rename(copy)
     (run,) = read_runs([str(copy)])
-    assert (run.format, run.variant, run.configuration) == ("gpt_pretrain", "metrics_7", ())
+    assert (run.format, run.variant, run.configuration) == ("gpt_pretrain", "metrics_7", {})
     assert place
 
 
@@ -402,8 +403,8 @@ def test_a_log_steers_no_terminal(tmp_path):
         "seq_length ...................................... 4096", "data_path ... \x1b[2J" + "x" * 5000
     )
     (run,) = read(tmp_path, evil)
-    assert run.setting("model.data.data_prefix").isprintable()
-    assert len(run.setting("model.data.data_prefix")) < 1100
+    assert run.configuration.get("model.data.data_prefix").isprintable()
+    assert len(run.configuration.get("model.data.data_prefix")) < 1100
 
 
 def test_long_curves_are_thinned_by_means():

@@ -11,7 +11,7 @@ from html.parser import HTMLParser
 import pytest
 
 from gpt_pretrain.compare.answers import compare_runs
-from gpt_pretrain.compare.comparison import Curve, Gate, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, Gate, RunRecord
 from gpt_pretrain.compare.page import build_page, build_plots, write_page
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
@@ -64,7 +64,7 @@ def run(variant, seed):
         skipped_steps=0,
         fp8_share=0.0 if variant == "bf16" else 0.7,
         fp8=() if variant == "bf16" else (fp8_record(100), fp8_record(200)),
-        configuration=(Setting(key="model.seed", value=str(seed)), Setting(key="model.fp8_recipe", value=variant)),
+        configuration={"model.seed": str(seed), "model.fp8_recipe": variant},
         versions=HOSTILE,
         command=HOSTILE,
     )

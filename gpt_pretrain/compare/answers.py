@@ -102,7 +102,6 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
         answers=tuple(answers),
         methods=METHODS,
         gate=gate,
-        verdict="\n".join(answer.sentence for answer in answers),
     )
 
 

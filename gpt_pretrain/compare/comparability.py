@@ -35,7 +35,7 @@ def _comparable(key: str, value: str) -> str:
 
 
 def _settings_of(run: RunRecord) -> dict[str, str]:
-    return {each.key: each.value for each in run.configuration if not each.key.startswith(_PLACES)}
+    return {key: value for key, value in run.configuration.items() if not key.startswith(_PLACES)}
 
 
 def variant_settings(run: RunRecord) -> dict[str, str]:
@@ -70,7 +70,7 @@ def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
     """What must be equal and some runs do not state."""
     silent: dict[str, list[str]] = {}
     for run in runs:
-        missing = [what for what, keys in identity().items() if all(run.setting(key) is None for key in keys)]
+        missing = [what for what, keys in identity().items() if not run.configuration.keys() & set(keys)]
         if missing:
             silent.setdefault(", ".join(missing), []).append(run.name)
     for what, names in silent.items():

@@ -9,6 +9,7 @@ are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -43,14 +44,6 @@ class Curve(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting(JsonObject):
-    """One key of a run's configuration, under our name if we have one for it."""
-
-    key: str
-    value: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord(JsonObject):
     """One run, as read from its directory or its log."""
 
@@ -77,14 +70,11 @@ class RunRecord(JsonObject):
     """Share of the matrix products' FLOPs that ran in FP8, 0 to 1."""
     fp8: tuple[Fp8Record, ...]
     """Statistics of FP8 tensors at the steps that logged them."""
-    configuration: tuple[Setting, ...]
+    configuration: Mapping[str, str]
+    """Values by key, under our names where we have one."""
     versions: str | None = None
     """Python and libraries."""
     command: str | None = None
-
-    def setting(self, key: str) -> str | None:
-        """The value of a key, if known."""
-        return next((setting.value for setting in self.configuration if setting.key == key), None)
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
@@ -156,8 +146,6 @@ class GapCurve(JsonObject):
     """The relative gap between smoothed losses during training; positive if the variant's loss is higher."""
 
     steps: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    """Empty if unknown."""
     gaps: tuple[float, ...] = ()
     lows: tuple[float, ...] = ()
     """Lower ends of the confidence interval; empty if the noise is unknown."""
@@ -239,8 +227,6 @@ class Comparison(JsonObject):
     methods: tuple[str, ...]
     """How the figures were computed: smoothing, intervals and their assumptions."""
     gate: Gate | None
-    verdict: str
-    """The answers' sentences, one per line."""
 
 
 def save_comparison(comparison: Comparison, directory: Path) -> Path:

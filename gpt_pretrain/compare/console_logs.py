@@ -44,14 +44,9 @@ _ARGUMENTS = {
     "seed": "model.seed",
     "lr": "model.optim.lr",
     "data_path": "model.data.data_prefix",
-    "padded_vocab_size": "padded_vocab_size",
-    "tokenizer_type": "tokenizer_type",
-    "fp8": "fp8",
-    "fp8_recipe": "fp8_recipe",
     "tensor_model_parallel_size": "model.tensor_model_parallel_size",
     "pipeline_model_parallel_size": "model.pipeline_model_parallel_size",
     "context_parallel_size": "model.context_parallel_size",
-    "world_size": "world_size",
 }
 _ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+)$")
 
@@ -139,8 +134,6 @@ def _read_torchtitan(series: Series, line: str, place: str) -> None:
     elif match := re.search(r"Building device mesh with parallelism: (.+)", line):
         sizes = dict(re.findall(r"(\w+)=(\d+)", match[1]))
         series.num_gpus = prod(_gpus(sizes.get(name, "1")) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
-    elif match := re.search(r"Building \d+-D device mesh with \[[^\]]{,200}\], \[([\d, ]{,100})\]", line):
-        series.num_gpus = prod(map(_gpus, match[1].split(",")))
 
 
 # For each code: how the line of a step starts, what takes a line into a series or raises `_Damaged`, and a whole line.

@@ -145,7 +145,6 @@ class Pair:
         steps = [round(interpolate(self.theirs[0].positions, run.steps, x)) for x in where]
         return GapCurve(
             steps=tuple(steps),
-            tokens=tuple(round(x) for x in where) if self.theirs[0].positions is run.tokens else (),
             gaps=tuple(gap.value for gap in gaps),
             lows=tuple(gap.low for gap in gaps if gap.low is not None),
             highs=tuple(gap.high for gap in gaps if gap.high is not None),

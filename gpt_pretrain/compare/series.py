@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from gpt_pretrain.compare.comparison import Curve, Format, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, Format, RunRecord
 from gpt_pretrain.compare.intervals import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.report.columns import printable
@@ -100,7 +100,7 @@ class Series:
             memory_gib=self.memory_gib,
             skipped_steps=self.skipped_steps,
             fp8=(),
-            configuration=as_settings(self.settings),
+            configuration=as_configuration(self.settings),
         )
 
     def _tokens(self) -> tuple[int, ...]:
@@ -157,9 +157,9 @@ def _shown(text: str) -> str:
     return printable(text[:_MAX_TEXT]) + ("…" if len(text) > _MAX_TEXT else "")
 
 
-def as_settings(values: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Settings in the document's form."""
-    return tuple(Setting(key=_shown(key), value=_shown(value)) for key, value in values.items())
+def as_configuration(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings as a record holds them."""
+    return {_shown(key): _shown(value) for key, value in settings.items()}
 
 
 def previous_step(steps: Sequence[int]) -> int:

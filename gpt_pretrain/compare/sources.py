@@ -23,7 +23,7 @@ from gpt_pretrain.compare.event_files import MAX_DEPTH, find_event_files, read_e
 from gpt_pretrain.compare.series import (
     KEPT_POINTS,
     accumulated,
-    as_settings,
+    as_configuration,
     check_size,
     read_number,
     read_seed,
@@ -134,12 +134,12 @@ def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
 def _plain_name(run: RunRecord) -> str:
     if run.format != "gpt_pretrain" or not run.configuration:
         return run.name or Path(run.source).stem
-    if run.setting("model.fp8") == "true":
-        recipe, backend = run.setting("model.fp8_recipe"), run.setting("model.fp8_backend")
+    if run.configuration.get("model.fp8") == "true":
+        recipe, backend = run.configuration.get("model.fp8_recipe"), run.configuration.get("model.fp8_backend")
         if backend == Fp8Backend.torchao.name:
             return f"fp8_{backend}_{'tensorwise' if recipe in (None, 'null') else recipe}"
         return f"fp8_{'delayed' if recipe in (None, 'null') else recipe}"
-    precision = run.setting("trainer.precision")
+    precision = run.configuration.get("trainer.precision")
     return "no_fp8" if precision in (None, "auto") else precision
 
 
@@ -212,7 +212,7 @@ def read_run_dir(place: Path) -> RunRecord:
         skipped_steps=len(metrics.skipped_steps),
         fp8_share=None if metrics.fp8_coverage is None else metrics.fp8_coverage.gemm_flops_share,
         fp8=thinned_records(metrics.fp8),
-        configuration=as_settings(settings),
+        configuration=as_configuration(settings),
         versions=last.versions if last else None,
         command=last.command if last else None,
     )
