@@ -14,7 +14,6 @@ from gpt_pretrain.report.columns import (
     format_count,
     format_duration,
     format_percent,
-    format_rate,
     format_share,
     log_pairs,
 )
@@ -353,11 +352,6 @@ def test_a_run_without_records_has_a_summary():
 )  # fmt: skip
 def test_counts_have_three_digits_and_a_unit(value, text):
     assert format_count(value) == text
-
-
-@pytest.mark.parametrize(("value", "text"), [(None, "–"), (0.05123, "0.0512"), (712.4, "712"), (1979.0, "1980")])
-def test_rates_have_three_digits(value, text):
-    assert format_rate(value) == text
 
 
 @pytest.mark.parametrize(

@@ -249,15 +249,6 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
     return tuple(ceilings)
 
 
-def _processor() -> str:
-    """The processor's name, which Python knows on few systems only."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return python_platform.machine()
-
-
 def describe_machine(platform: Platform) -> Machine:
     """Device, driver, versions, and the ceilings of its products."""
     driver = None
@@ -265,7 +256,7 @@ def describe_machine(platform: Platform) -> Machine:
     with suppress(OSError, RuntimeError):
         driver = ask_driver()[0] if platform.cuda else None
     return Machine(
-        device=platform.device_name if platform.cuda else _processor(),
+        device=platform.device_name if platform.cuda else python_platform.machine(),
         memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if platform.cuda else None,
         driver=driver,
         versions=tuple(library_versions()),

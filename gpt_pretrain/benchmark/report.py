@@ -9,11 +9,11 @@ from pathlib import Path
 from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Machine, Part, Row
 from gpt_pretrain.benchmark.worker import KERNELS, TRACE
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import counted, shell_word, visible
+from gpt_pretrain.config.errors import counted, format_digits, shell_word, visible
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent, format_rate
+from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent
 
 VERSION = 2
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
@@ -136,7 +136,7 @@ _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
     "spread (ms)": lambda _, figures: f"{_step_ms(figures.fastest_step_s)}–{_step_ms(figures.slowest_step_s)}",
     "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:,.0f}",
-    "TFLOP/s": lambda _, figures: format_rate(figures.tflops_per_gpu),
+    "TFLOP/s": lambda _, figures: format_digits(figures.tflops_per_gpu),
     "MFU": lambda _, figures: format_percent(figures.mfu),
     "peak memory": lambda _, figures: format_gib(figures.memory_gib),
     "first step": lambda _, figures: f"{figures.first_step_s:.1f} s",

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from gpt_pretrain.config.errors import format_digits, format_short
+from gpt_pretrain.config.errors import format_short
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.records import (
     CheckpointRecord,
@@ -28,13 +28,6 @@ UNKNOWN = "–"
 def format_count(value: float | None) -> str:
     """A count or a rate with three significant digits: 987, 12.3k, 1.5M, 2.25B."""
     return UNKNOWN if value is None else format_short(value)
-
-
-def format_rate(value: float | None) -> str:
-    """A measurement such as TFLOP/s with three significant digits, without a unit: 0.052, 12.3, 712."""
-    if value is None:
-        return UNKNOWN
-    return format_digits(value) if math.isfinite(value) else str(value)
 
 
 def format_loss(value: float | None) -> str:
