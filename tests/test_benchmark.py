@@ -216,7 +216,7 @@ def test_figures_are_medians_over_intervals_and_rounds(compose_config):
     figures = compute_figures(rounds, resolve(config), H200)
 
     assert figures.step_times_s == (0.5, 0.4, 0.3, 0.8)
-    assert (figures.step_time_s, figures.fastest_step_s, figures.slowest_step_s) == (0.45, 0.3, 0.8)
+    assert figures.step_time_s == 0.45
     assert figures.tokens_per_s_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2)
     assert figures.tflops_per_gpu == pytest.approx(128 * 1024 / 0.45 / 2 * flops_per_token(config.model) / 1e12)
     assert figures.mfu == pytest.approx(figures.tflops_per_gpu / 774)
@@ -344,7 +344,7 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         "    python -m gpt_pretrain.benchmark model=gpt2_124m 'benchmark.variants=[app,bare:lean]'",
         "- big: out of memory \\| 80 GiB",
         "  used: 79",
-        "- bare:lean: `fp8=delayed 'run_dir='\"'\"'a b'\"'\"''`",
+        "- bare:lean: fp8=delayed 'run_dir='\"'\"'a b'\"'\"''",
         "| gemm\\|tn | 1.5 | 100.0% |",
     ):
         assert line in lines
@@ -502,7 +502,7 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(parent, tmp_path, mo
     for row in (app, bare):
         figures = row.figures
         assert len(figures.step_times_s) == 2
-        assert 0 < figures.fastest_step_s <= figures.step_time_s <= figures.slowest_step_s < figures.first_step_s
+        assert 0 < min(figures.step_times_s) <= figures.step_time_s <= max(figures.step_times_s) < figures.first_step_s
         assert figures.tokens_per_s_per_gpu == pytest.approx(8 * 64 / figures.step_time_s / row.num_gpus)
         assert figures.dtype == "float32"
         assert figures.mfu > 0

@@ -251,7 +251,7 @@ def test_namesakes_have_the_names_of_their_directories_and_files(tmp_path):
         log.parent.mkdir(exist_ok=True)
         log.write_text(TITAN)
     names = [run.variant for run in read_runs([*places, *map(str, logs)])]
-    assert names == ["a", "b", "log.txt", "log.txt 2", "log 2"]
+    assert names == ["a", "b", str(logs[0]), str(logs[1]), "log 2"]
 
 
 def test_tensorboards_files_of_our_runs(tmp_path):
@@ -419,7 +419,7 @@ def test_times_need_a_number_of_gpus_or_a_rate():
         source="", format="tensorboard", settings={"model.encoder_seq_length": "10", "model.global_batch_size": "5"}
     )
     for step in (2, 4, 6):
-        run.add(Point(step=step, loss=1.0, step_s=3.0), "")
+        run.add(Point(step=step, loss=1.0, step_s=3.0))
     assert run.build().training.gpu_seconds == ()
     run.num_gpus = 2
     record = run.build()

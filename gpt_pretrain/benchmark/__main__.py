@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.report import Benchmark, benchmark_markdown, format_step_time, write_documents
+from gpt_pretrain.benchmark.report import Benchmark, benchmark_markdown, format_step_ms, write_documents
 from gpt_pretrain.benchmark.results import (
     Machine,
     MachineSeen,
@@ -77,18 +77,14 @@ class _Entry:
     """Why it is no longer measured."""
 
     @property
-    def config(self) -> Config:
-        return self.loaded.config
-
-    @property
     def num_processes(self) -> int:
-        return self.config.trainer.devices or 1
+        return self.loaded.config.trainer.devices or 1
 
     def row(self, machine: Machine) -> Row:
         """Its row, still without ratios."""
         figures = None
         if self.problem is None:
-            figures = compute_figures(self.measured, resolve(self.config), machine.gemms)
+            figures = compute_figures(self.measured, resolve(self.loaded.config), machine.gemms)
         return Row(
             name=self.variant.name,
             loop=self.variant.loop,
@@ -161,7 +157,7 @@ class Campaign:
                 self._note(f"{entry.variant.name} is left out: {entry.problem}")
 
     def _run_overrides(self, entry: _Entry, folder: Path, *, profiled: bool) -> list[str]:
-        own = run_overrides(entry.config, folder / "run", profiled=profiled)
+        own = run_overrides(entry.loaded.config, folder / "run", profiled=profiled)
         return [*entry.loaded.overrides, *own]
 
     def _measure(self, entry: _Entry, number: int) -> None:
@@ -181,7 +177,7 @@ class Campaign:
             self._note(f"{place}: failed: {outcome.problem.partition('\n')[0]}")
             return
         entry.measured.append(outcome.results)
-        self._note(f"{place}: {', '.join(map(format_step_time, outcome.results[0].step_times_s))}")
+        self._note(f"{place}: {', '.join(map(format_step_ms, outcome.results[0].step_times_s))} ms")
 
     def _note(self, line: str) -> None:
         print_line(self._console, line)

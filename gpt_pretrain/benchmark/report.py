@@ -75,7 +75,11 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         _markdown_table(*table_of_rows(rows)),
         "".join("- " + "\n  ".join(map(_markdown, line.split("\n"))) + "\n" for line in _problem_lines(rows)),
     ]
-    added = [f"- {_markdown(row.name)}: {_markdown_code(row.overrides)}\n" for row in rows if row.overrides]
+    added = [
+        f"- {_markdown(row.name)}: {_markdown(' '.join(map(shell_word, row.overrides)))}\n"
+        for row in rows
+        if row.overrides
+    ]
     if added:
         parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
     for row in rows:
@@ -113,12 +117,8 @@ def write_documents(benchmark: Benchmark, run_dir: Path) -> list[Path]:
     return list(contents)
 
 
-def format_step_time(seconds: float) -> str:
+def format_step_ms(seconds: float) -> str:
     """A step's time in milliseconds with four digits."""
-    return f"{_step_ms(seconds)} ms"
-
-
-def _step_ms(seconds: float) -> str:
     # With five digits and more, .4g would write an exponent.
     return f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
 
@@ -133,8 +133,8 @@ def _ratio(value: float | None) -> str:
 
 # Title → cell of a variant that has figures.
 _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
-    "step (median)": lambda _, figures: format_step_time(figures.step_time_s),
-    "spread (ms)": lambda _, figures: f"{_step_ms(figures.fastest_step_s)}–{_step_ms(figures.slowest_step_s)}",
+    "step (median)": lambda _, figures: f"{format_step_ms(figures.step_time_s)} ms",
+    "spread (ms)": lambda _, figures: "–".join(format_step_ms(end(figures.step_times_s)) for end in (min, max)),
     "tokens/s/GPU": lambda _, figures: f"{figures.tokens_per_s_per_gpu:,.0f}",
     "TFLOP/s": lambda _, figures: format_digits(figures.tflops_per_gpu),
     "MFU": lambda _, figures: format_percent(figures.mfu),
@@ -175,13 +175,6 @@ def _markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:
     rows.insert(1, ["-" * width for width in widths])
     padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
     return "".join(f"| {' | '.join(row)} |\n" for row in padded)
-
-
-def _markdown_code(words: Sequence[str]) -> str:
-    """Words of a command line; code ends at as many backticks as began it."""
-    code = " ".join(map(shell_word, words))
-    fence = "`" * (1 + max(map(len, re.findall("`+", code)), default=0))
-    return f"{fence}{code}{fence}"
 
 
 def _markdown(text: str) -> str:

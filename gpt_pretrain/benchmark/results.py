@@ -117,8 +117,6 @@ class Figures(JsonObject):
     """Mean seconds per step of each interval of all rounds."""
     step_time_s: float
     """Their median."""
-    fastest_step_s: float
-    slowest_step_s: float
     tokens_per_s_per_gpu: float
     """Of the median step."""
     tflops_per_gpu: float
@@ -184,8 +182,6 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         fp8_flops_share=fp8_share,
         step_times_s=times,
         step_time_s=step_time_s,
-        fastest_step_s=min(times),
-        slowest_step_s=max(times),
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         tflops_per_gpu=tflops,
         mfu=None if attainable is None else tflops / attainable,

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of, unfinished_saves
-from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason, visible
@@ -69,24 +69,18 @@ def show_list(path: Path) -> None:
         mark = Text("latest", style="bold green") if checkpoint == newest else Text()
         try:
             manifest = read_manifest(checkpoint)
-            described = _described(checkpoint, manifest)
-        except UserError as error:
-            table.add_row(str(step_of(checkpoint)), "", "", "", Text(str(error), style="bold red"))
+            fp8 = _fp8(manifest.config["model"])
+        except (UserError, LookupError, TypeError) as error:
+            why = str(error) if isinstance(error, UserError) else f"{MANIFEST} describes no run ({reason(error)})"
+            table.add_row(str(step_of(checkpoint)), "", "", "", Text(why, style="bold red"))
             continue
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
-        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), described, mark)
+        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), fp8, mark)
     # A pipe has no width: whole lines, for grep and awk.
     console = console_of_width(200)
     console.print(table)
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)
-
-
-def _described(path: Path, manifest: Manifest) -> str:
-    try:
-        return _fp8(manifest.config["model"])
-    except (LookupError, TypeError, ValueError) as error:
-        raise UserError(f"{path / MANIFEST} describes no run ({reason(error)})") from error
 
 
 def _fp8(model: Mapping[str, Any]) -> str:

@@ -43,7 +43,6 @@ METHODS = (
     "share their seeds, Welch's otherwise, with one side's variance where the other has one run. They assume that "
     "the logarithms of different seeds are normal and independent. Several variants of the same seeds count as equally "
     "noisy: the noise is what neither variant nor seed explains, in all of them together (randomized blocks).",
-    "One run of each variant shows no noise, and gets no interval.",
     "Time to loss is the GPU time at which the smoothed loss first reaches a level, by linear interpolation, without "
     "validation, checkpoints and warm-up; ratios are of geometric means.",
     f"A gap whose whole interval lies below {100 * ALLOWED_GAP:g}%, or below compare.max_loss_gap, is as good, below "

@@ -79,20 +79,20 @@ def _gpus(text: str) -> int:
     return _whole(text, least=1, below=1 << 20)
 
 
-def _pairs(text: str, between: str, assign: str) -> dict[str, str]:
+def _pairs(text: str) -> dict[str, str]:
     """The `name: value` pairs of a line."""
-    parts = (part.partition(assign) for part in text.split(between))
-    return {name.strip(): value.strip(" ]") for name, sign, value in parts if sign}
+    parts = (part.partition(":") for part in text.split("|"))
+    return {name.strip(): value.strip() for name, colon, value in parts if colon}
 
 
-def _read_megatron(series: Series, line: str, place: str) -> None:
+def _read_megatron(series: Series, line: str) -> None:
     if match := _MEGATRON.search(line):
-        values = _pairs(line[match.end() :], "|", ":")
+        values = _pairs(line[match.end() :])
         milliseconds = _above_zero(values.get("elapsed time per iteration (ms)"))
         if "lm loss" in values:
             samples = _whole(values["consumed samples"]) if "consumed samples" in values else None
             loss = _number(values["lm loss"])
-            series.add(Point(step=_whole(match[1]), loss=loss, samples=samples, step_s=milliseconds / 1000), place)
+            series.add(Point(step=_whole(match[1]), loss=loss, samples=samples, step_s=milliseconds / 1000))
         elif "number of skipped iterations" not in values:
             # A loss is missing only if every step of the interval was skipped.
             raise _Damaged
@@ -114,7 +114,7 @@ def _read_megatron(series: Series, line: str, place: str) -> None:
         series.num_gpus = _gpus(match[1])
 
 
-def _read_torchtitan(series: Series, line: str, place: str) -> None:
+def _read_torchtitan(series: Series, line: str) -> None:
     if match := _TITAN.search(line):
         values = dict(re.findall(r"(\w+): +(\S+)", line[match.start() :]))
         memory = re.search(r"memory: *([\d.]+)GiB", line)
@@ -122,7 +122,7 @@ def _read_torchtitan(series: Series, line: str, place: str) -> None:
             raise _Damaged
         rate = _above_zero(values.get("tps"))
         series.memory_gib = max(series.memory_gib or 0.0, _number(memory[1]))
-        series.add(Point(step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=rate), place)
+        series.add(Point(step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=rate))
     elif match := re.search(rf"validate step: +(\d+) +loss: +({_NUMBER})", line):
         series.validation[_whole(match[1])] = _number(match[2])
     elif match := re.search(
@@ -137,7 +137,7 @@ def _read_torchtitan(series: Series, line: str, place: str) -> None:
 
 
 # For each code: how the line of a step starts, what takes a line into a series or raises `_Damaged`, and a whole line.
-_CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str, str], None], str]] = {
+_CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str], None], str]] = {
     "megatron": (
         _MEGATRON,
         _read_megatron,
@@ -171,7 +171,7 @@ def read_console_log(path: Path) -> Series | None:
             if rank[0] != first_rank:
                 continue
         try:
-            read(series, line, f"{path}:{number}")
+            read(series, line)
         except _Damaged:
             torn = f"{path}:{number}"
     if not series.points:

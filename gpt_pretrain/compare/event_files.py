@@ -69,8 +69,7 @@ def _series(columns: Columns, source: Path, label: str) -> Series | None:
                 tokens=_whole(tokens.get(step)),
                 step_s=_positive(step_s.get(step)),
                 tokens_per_s_per_gpu=_positive(rates.get(step)),
-            ),
-            str(source),
+            )
         )
     series.validation = _column(columns, "validation")
     together = _column(columns, "all GPUs")

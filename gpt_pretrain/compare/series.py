@@ -1,7 +1,6 @@
 """From a log's points to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
 
 import math
-import stat
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +10,12 @@ from pathlib import Path
 from gpt_pretrain.compare.comparison import Curve, Format, RunRecord
 from gpt_pretrain.compare.intervals import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.report.columns import printable
 from gpt_pretrain.report.records import Fp8Record
 
-# Logs are not to be trusted: files beyond these are refused, not read.
+# Logs are not to be trusted: files beyond this are refused, not read.
 MAX_BYTES = 1 << 29
-MAX_POINTS = 1_000_000
 # Of a curve in the document; neighbors in longer ones are averaged.
 KEPT_POINTS = 5_000
 _MAX_TEXT = 1_000
@@ -57,18 +56,13 @@ class Series:
     starts: list[int] = field(default_factory=list)
     """Steps after which a process started; the next point includes its warm-up."""
 
-    def add(self, point: Point, place: str) -> None:
-        """Adds a point; one at an earlier step, where a run resumed, replaces everything from there on.
-
-        Raises `UserError` beyond `MAX_POINTS`.
-        """
+    def add(self, point: Point) -> None:
+        """Adds a point; one at an earlier step, where a run resumed, replaces everything from there on."""
         if self.points and point.step <= self.points[-1].step:
             while self.points and self.points[-1].step >= point.step:
                 self.points.pop()
             self.starts.append(point.step - 1)
         self.points.append(point)
-        if len(self.points) > MAX_POINTS:
-            raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
 
     def build(self) -> RunRecord:
         """The record; comparing it with other runs later gives it its name and variant."""
@@ -226,8 +220,7 @@ def check_size(path: Path) -> None:
     """Raises `UserError` for what cannot be read, is too large, or is no file: reading a pipe would block."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} cannot be read: it is not a regular file; write it to one")
+        check_regular(path, status)
         path.open("rb").close()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

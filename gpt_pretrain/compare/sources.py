@@ -11,7 +11,6 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import yaml
@@ -115,20 +114,14 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return list(by_name.values())
 
 
-def _numbered(names: Sequence[str]) -> list[str]:
-    """The names; a repeated one gets the first number that makes it unlike all others."""
-    unique: list[str] = []
-    for name in names:
-        numbers = (number for number in count(2) if f"{name} {number}" not in (*names, *unique))
-        unique.append(f"{name} {next(numbers)}" if name in unique else name)
-    return unique
-
-
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
-    """A name for each variant, given its first run: the precision, and among namesakes the directory's name."""
-    plain = [_plain_name(run) for run in firsts]
-    pairs = zip(firsts, plain, strict=True)
-    return _numbered([Path(run.source).name if plain.count(name) > 1 else name for run, name in pairs])
+    """A name for each variant, given its first run: the precision, and among namesakes the directory's name or path."""
+    names = [_plain_name(run) for run in firsts]
+    for places in ([Path(run.source).name for run in firsts], [run.source for run in firsts]):
+        # Of several runs in one place, each has a label.
+        longer = [f"{place} {run.name}".strip() for place, run in zip(places, firsts, strict=True)]
+        names = [more if names.count(name) > 1 else name for name, more in zip(names, longer, strict=True)]
+    return names
 
 
 def _plain_name(run: RunRecord) -> str:

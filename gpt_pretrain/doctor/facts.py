@@ -95,8 +95,8 @@ class Facts:
     """Name of each library that features call (`features.registry.LIBRARIES`) → what was found of it."""
     application: Loaded | Failure
     """All that training imports; its version is megatron-core's."""
-    requirements: tuple[Requirement, ...] | Failure | None
-    """Unmet requirements; None where the project runs from a checkout that is not installed."""
+    requirements: tuple[Requirement, ...] | Failure
+    """Unmet requirements."""
     packages: Mapping[str, str]
     """Transformer Engine's packages → version; they must fit each other."""
     environment: Mapping[str, str]

@@ -18,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -276,14 +277,13 @@ def _probe_application_on_gpu() -> Loaded:
     return Loaded(version=megatron.core.__version__.partition("+")[0], remark="training loads")
 
 
-def _probe_requirements() -> tuple[Requirement, ...] | None:
-    """Declared requirements of this project that are not met; None where it is not installed itself."""
+def _probe_requirements() -> tuple[Requirement, ...]:
+    """Declared requirements of this project that are not met; a checkout that is not installed declares none."""
     from packaging import requirements
 
-    try:
+    declared: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("gpt_pretrain") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
     unmet = []
     for each in map(requirements.Requirement, declared):
         # Requirements of an extra have a marker that is false without it.
