@@ -40,6 +40,7 @@ from gpt_pretrain.benchmark.results import (
 from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
 from gpt_pretrain.benchmark.worker import OUTPUT, run_task
 from gpt_pretrain.config.derived import flops_per_token, warmup_steps
+from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -468,12 +469,13 @@ def test_a_measurement_that_is_killed_is_told_as_such(tmp_path, num_processes):
     killer = threading.Thread(target=kill_ranks)
     killer.start()
     try:
-        outcome = run_task("app", Measured, task.parent, source=Source(), overrides=SMALL, num_processes=num_processes)
+        with pytest.raises(RunError) as failed:
+            run_task("app", Measured, task.parent, source=Source(), overrides=SMALL, num_processes=num_processes)
     finally:
         done.set()
         killer.join()
-    assert "SIGKILL" in outcome.problem
-    assert str(task.with_name(OUTPUT)) in outcome.problem
+    assert "SIGKILL" in str(failed.value)
+    assert str(task.with_name(OUTPUT)) in str(failed.value)
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -242,16 +242,23 @@ def test_runs_that_differ_in_seeds_are_one_variant(tmp_path):
     assert all(place in str(refused.value) for place in (places[1], again))
 
 
-def test_namesakes_have_the_names_of_their_directories_and_files(tmp_path):
-    places = [
-        write_run(tmp_path / name, train_record(1), config=config(name) + f"extra: {{lr: {name}}}\n") for name in "ab"
-    ]
+def test_namesakes_are_told_apart_by_what_differs(tmp_path):
+    def run(folder, setting):
+        return write_run(tmp_path / folder, train_record(1), config=config("x") + f"extra: {{{setting}}}\n")
+
+    def names(*places):
+        return [each.variant for each in read_runs(list(places))]
+
+    assert names(run("a", "lr: 1"), run("b", "lr: 2")) == ["bf16 lr=1", "bf16 lr=2"]
+    long = "files: /a/corpus/with/a/long/name/of/"
+    places = [run(folder, long + folder) for folder in ("p/first", "p/second", "q/second")]
+    assert names(*places[:2]) == ["first", "second"]
+    assert names(*places[1:]) == places[1:]
     logs = [tmp_path / place / "log.txt" for place in "xy"] + [tmp_path / "log 2.txt"]
     for log in logs:
         log.parent.mkdir(exist_ok=True)
         log.write_text(TITAN)
-    names = [run.variant for run in read_runs([*places, *map(str, logs)])]
-    assert names == ["a", "b", str(logs[0]), str(logs[1]), "log 2"]
+    assert names(*map(str, logs)) == [str(logs[0]), str(logs[1]), "log 2"]
 
 
 def test_tensorboards_files_of_our_runs(tmp_path):

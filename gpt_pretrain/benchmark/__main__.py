@@ -54,14 +54,12 @@ from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.report.console import console_of_width, print_line
+from gpt_pretrain.report.console import SafeConsole, print_line
 from gpt_pretrain.rules.jobs import Job, load_config
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve
 
 FAILED = 1
-# Of a line in a log; lines are never wrapped.
-_WIDTH = 160
 
 
 @dataclass(kw_only=True, slots=True)
@@ -104,7 +102,7 @@ class Campaign:
 
     def __init__(self, config: Config, request: Request) -> None:
         self._config, self._source, self._overrides = config, request.loader.source, request.overrides
-        self._console = console_of_width(_WIDTH)
+        self._console = SafeConsole(highlight=False, emoji=False)
         variants = read_variants(config)
         own_problems = own_key_problems(self._overrides)
         loaded = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
@@ -124,10 +122,7 @@ class Campaign:
         """
         write_file(self._run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
         self._note("measuring the machine's matrix products")
-        outcome = run_task("gemm", MachineSeen, self._machine_folder, source=self._source, overrides=self._overrides)
-        if outcome.problem is not None:
-            raise RunError(f"the machine's matrix products could not be measured: {outcome.problem}")
-        (seen,) = outcome.results
+        (seen,) = run_task("gemm", MachineSeen, self._machine_folder, source=self._source, overrides=self._overrides)
         self._refuse(seen.platform)
         for number in range(1, self._config.benchmark.rounds + 1):
             # There and back, so that a steady drift of the machine favors no variant.
@@ -163,21 +158,22 @@ class Campaign:
     def _measure(self, entry: _Entry, number: int) -> None:
         folder, place = entry.folder / f"round_{number}", f"round {number}, {entry.variant.name}"
         profiled = self._config.benchmark.profile and number == 1
-        outcome = run_task(
-            entry.variant.loop,
-            Measured,
-            folder,
-            source=self._source,
-            overrides=self._run_overrides(entry, folder, profiled=profiled),
-            num_processes=entry.num_processes,
-            profiled=profiled,
-        )
-        if outcome.problem is not None:
-            entry.problem = outcome.problem
-            self._note(f"{place}: failed: {outcome.problem.partition('\n')[0]}")
+        try:
+            results = run_task(
+                entry.variant.loop,
+                Measured,
+                folder,
+                source=self._source,
+                overrides=self._run_overrides(entry, folder, profiled=profiled),
+                num_processes=entry.num_processes,
+                profiled=profiled,
+            )
+        except RunError as error:
+            entry.problem = str(error)
+            self._note(f"{place}: failed: {entry.problem.partition('\n')[0]}")
             return
-        entry.measured.append(outcome.results)
-        self._note(f"{place}: {', '.join(map(format_step_ms, outcome.results[0].step_times_s))} ms")
+        entry.measured.append(results)
+        self._note(f"{place}: {', '.join(map(format_step_ms, results[0].step_times_s))} ms")
 
     def _note(self, line: str) -> None:
         print_line(self._console, line)

@@ -73,7 +73,11 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
         f"{settings.warmup_steps}; "
         "spread: fastest and slowest interval; ratios: to the first variant.\n",
         _markdown_table(*table_of_rows(rows)),
-        "".join("- " + "\n  ".join(map(_markdown, line.split("\n"))) + "\n" for line in _problem_lines(rows)),
+        "".join(
+            f"- {_markdown(row.name)}: {'\n  '.join(map(_markdown, row.problem.split('\n')))}\n"
+            for row in rows
+            if row.problem is not None
+        ),
     ]
     added = [
         f"- {_markdown(row.name)}: {_markdown(' '.join(map(shell_word, row.overrides)))}\n"
@@ -156,10 +160,6 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
             cells = [cell(row, row.figures) for cell in _COLUMNS.values()]
         lines.append([row.name, str(row.num_gpus), *cells])
     return ["variant", "ranks", *_COLUMNS], lines
-
-
-def _problem_lines(rows: Sequence[Row]) -> list[str]:
-    return [f"{visible(row.name)}: {row.problem}" for row in rows if row.problem is not None]
 
 
 def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:

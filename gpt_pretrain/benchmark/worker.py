@@ -60,16 +60,6 @@ def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> P
     return task.with_name(f"{what}.{rank}.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome[Result]:
-    """The end of a task."""
-
-    results: tuple[Result, ...] = ()
-    """One per rank, rank 0 first; empty if the task failed."""
-    problem: str | None = None
-    """Why the task failed, from the rank that failed first."""
-
-
 def run_task[Result: JsonObject](
     kind: str,
     result: type[Result],
@@ -79,8 +69,11 @@ def run_task[Result: JsonObject](
     overrides: Sequence[str],
     num_processes: int = 1,
     profiled: bool = False,
-) -> Outcome[Result]:
-    """Runs a task in processes of its own, with its files in a new `folder`, and waits for them."""
+) -> tuple[Result, ...]:
+    """Runs a task in processes of its own, with its files in a new `folder`; returns each rank's result, rank 0 first.
+
+    Raises `RunError` with why the task failed, from the rank that failed first.
+    """
     folder.mkdir(parents=True)
     path = folder / TASK
     task = Task(
@@ -97,13 +90,13 @@ def run_task[Result: JsonObject](
     failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
-        return Outcome(problem=min(failures, key=lambda failure: failure.time_unix).problem)
+        raise RunError(min(failures, key=lambda failure: failure.time_unix).problem)
     if code or len(results) < num_processes:
         # torchrun writes which signal ended a rank.
         was_killed = code == -signal.SIGKILL or b"SIGKILL" in (folder / OUTPUT).read_bytes()
         why = " (SIGKILL: memory may have run out)" if was_killed else ""
-        return Outcome(problem=f"ended with exit code {code}{why}; what it printed: {folder / OUTPUT}")
-    return Outcome(tuple(results))
+        raise RunError(f"ended with exit code {code}{why}; what it printed: {folder / OUTPUT}")
+    return tuple(results)
 
 
 def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:

@@ -12,7 +12,6 @@ from gpt_pretrain.run.platform import MULTICAST_OFF
 _SLOWER = "runs are slower without it"
 _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
 
-
 type Row = tuple[str, str, str]
 
 

@@ -46,13 +46,10 @@ class SafeConsole(Console):
                 yield Segment(visible(segment.text, keep="\n\t"), segment.style)
 
 
-def console_of_width(width: int, *, at_most: int | None = None) -> Console:
-    """Standard output: as wide as its terminal, but no more than `at_most`, or `width` columns without one."""
+def console_of_width(width: int) -> Console:
+    """Standard output: as wide as its terminal but no more than `width` columns; `width` without a terminal."""
     console = SafeConsole(highlight=False, emoji=False)
-    if not console.file.isatty():
-        console.width = width
-    elif at_most is not None:
-        console.width = min(console.width, at_most)
+    console.width = min(console.width, width) if console.file.isatty() else width
     return console
 
 
