@@ -44,7 +44,7 @@ KNOWS = {
     "huggingface": {"config", "extend", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},
     "benchmark": {"config", "launch", "rules", "run", "features", "megatron", "fp8", "plan", "report", "training"},
     # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
-    "compare": {"config", "launch", "report"},
+    "compare": {"config", "launch", "rules", "report", "benchmark"},
     # Asks the machine what the packages above would; only the command of the doctor imports the doctor.
     "doctor": {"config", "launch", "rules", "run", "features", "megatron", "plan", "training"},
 }

@@ -100,7 +100,7 @@ BAD_INPUTS = {
     "nothing": (["", "model.seed=3"], [("'' ", "leave it out")]),
     "elements without quotes": (["benchmark.variants=[bf16,fp8=delayed]"], [("'benchmark.variants=", "=", "quote")]),
     "a section for its key": (["plan=h100"], [("plan='h100' ", "plan.gpu=h100?")]),
-    "a slip in a section": (["benchmark.round=3"], [("benchmark.round ", "benchmark.rounds?")]),
+    "a slip in a section": (["compare.seed=3"], [("compare.seed ", "compare.seeds?")]),
     "runs to compare": (["runs=[a,b]"], [("runs ", "python -m gpt_pretrain.compare runs=[…]", "leave it out")]),
     "shares beyond any number": (
         [f"model.data.splits_string='{'9' * 400},1,1'"],

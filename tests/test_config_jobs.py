@@ -60,8 +60,13 @@ def my_conf(tmp_path):
     ("command", "key", "readers"),
     [
         ("train", "benchmark.rounds", ["benchmark"]),
+        ("train", "compare.seeds", ["compare"]),
         ("train", "plan.num_gpus", ["plan", "benchmark"]),
+        ("plan", "compare.seeds", ["compare"]),
         ("plan", "benchmark.rounds", ["benchmark"]),
+        ("benchmark", "compare.seeds", ["compare"]),
+        ("compare", "plan.num_gpus", ["plan", "benchmark"]),
+        ("compare", "benchmark.rounds", ["benchmark"]),
     ],
 )
 def test_a_key_that_only_other_commands_read_is_refused(command, key, readers):
@@ -74,6 +79,13 @@ def test_a_key_that_only_other_commands_read_is_refused(command, key, readers):
         assert "leave it out" in problem
 
 
+@pytest.mark.parametrize(("command", "other"), [("benchmark", "compare"), ("compare", "benchmark")])
+def test_the_variants_of_another_command_are_offered_as_ones_own(command, other):
+    with pytest.raises(ConfigError) as caught:
+        check_request(parse_command_line([f"{other}.variants=[bf16,fp8_delayed]"]), read_launch(), command=command)
+    assert_names(caught.value.problems, f"{other}.variants {other} {command}.variants")
+
+
 @pytest.mark.parametrize(
     ("command", "argument"),
     [
@@ -81,7 +93,9 @@ def test_a_key_that_only_other_commands_read_is_refused(command, key, readers):
         ("benchmark", "plan.gpu=h100"),
         ("benchmark", "benchmark.rounds=2"),
         ("benchmark", "+benchmark.overrides.mine='model.seed=2'"),
-        (None, "benchmark.rounds=2"),
+        ("compare", "+benchmark.overrides.mine='model.seed=2'"),
+        ("compare", "compare.seeds=2"),
+        (None, "compare.seeds=2"),
     ],
 )
 def test_a_key_that_the_command_reads_passes(command, argument):
@@ -90,15 +104,15 @@ def test_a_key_that_the_command_reads_passes(command, argument):
 
 
 def test_a_file_may_set_what_other_commands_read(my_conf):
-    folder = my_conf(run=RUN + "benchmark:\n  rounds: 2\n")
+    folder = my_conf(run=RUN + "compare:\n  seeds: 2\n")
     request = parse_command_line([f"--config-dir={folder}", "--config-name=run"])
     (job,) = check_request(request, read_launch(), command="train")
-    assert job.config.benchmark.rounds == 2
+    assert job.config.compare.seeds == 2
 
 
 @pytest.mark.parametrize("option", ["--help", "--cfg=job"])
 def test_what_is_only_shown_may_have_keys_of_all_commands(option):
-    check_request(parse_command_line([option, "benchmark.rounds=2"]), read_launch(), command="train")
+    check_request(parse_command_line([option, "compare.seeds=2"]), read_launch(), command="train")
 
 
 RUN = "defaults:\n  - config\n  - _self_\n"
@@ -308,6 +322,7 @@ def test_config_path_replaces_conf(my_conf):
         "sample",
         "plan",
         "benchmark",
+        "compare",
     )
     assert_names(found, *sections)
 

@@ -85,11 +85,12 @@ def test_asking_makes_nothing_and_making_leaves_nothing_inside(tmp_path, compose
 @pytest.mark.parametrize(
     ("sign", "held", "refusing"),
     [
-        ("metrics.jsonl", "a run", (benchmark, compare_finished)),
-        ("checkpoints/latest", "a run", (benchmark, compare_finished)),
-        ("benchmark.json", "a benchmark", (train, compare_finished)),
-        ("machine/task.json", "a benchmark", (train, compare_finished)),
+        ("metrics.jsonl", "a run", (benchmark, compare, compare_finished)),
+        ("checkpoints/latest", "a run", (benchmark, compare, compare_finished)),
+        ("benchmark.json", "a benchmark", (train, compare, compare_finished)),
+        ("machine/task.json", "a benchmark", (train, compare, compare_finished)),
         ("compare.json", "a comparison", (train, benchmark)),
+        ("runs/bf16_seed_1234/config.yaml", "a comparison", (train, benchmark)),
     ],
 )
 def test_what_another_command_left_is_not_written_over(tmp_path, capsys, sign, held, refusing):
@@ -111,7 +112,7 @@ def test_what_another_command_left_is_not_written_over(tmp_path, capsys, sign, h
         # A comparison of finished runs that was written beside one of them.
         (("metrics.jsonl", "compare.json"), "a run"),
         (("benchmark.json",), "a benchmark"),
-        (("compare.json",), "a comparison"),
+        (("compare.json", "runs/bf16_seed_1"), "a comparison"),
         (("plan.json",), "a run"),
         (("runs/others",), "a run"),
     ],

@@ -248,7 +248,6 @@ def test_a_saved_configuration_may_have_keys_of_tools_that_are_gone(tmp_path):
     config = load_config([])
     saved = OmegaConf.create(config_to_yaml(config))
     saved.benchmark.update({"forecast": True, "markdown": "notes.md"})
-    saved.compare = {"variants": ["bf16"], "seeds": 3, "max_loss_gap": None, "min_speedup": None}
     OmegaConf.save(saved, tmp_path / "config.yaml")
     assert load_saved_config(tmp_path / "config.yaml") == config
     saved.benchmark.forcast = True

@@ -50,9 +50,9 @@ def test_a_job_is_given_what_its_run_was_composed_from(tmp_path):
 
 
 def test_a_job_is_not_given_what_only_the_submitting_command_reads():
-    (job,) = jobs("benchmark.rounds=2", "benchmark={steps: 10}", "+benchmark.overrides.mine='model.seed=2'")
+    (job,) = jobs("compare.seeds=2", "compare={min_speedup: 1}", "+benchmark.overrides.mine='model.seed=2'")
     assert [argument.partition("=")[0] for argument in job.arguments] == ["fp8", "run_dir"]
-    assert job.config.benchmark.rounds == 2
+    assert job.config.compare.seeds == 2
 
 
 def test_jobs_of_a_run_that_is_repeated_keep_its_fp8_settings(tmp_path):

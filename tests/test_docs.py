@@ -13,7 +13,8 @@ import pytest
 from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.compare.__main__ import FinishedRuns
 from gpt_pretrain.compare.answers import gate_problems
-from gpt_pretrain.config.keys import schema_keys, section_keys
+from gpt_pretrain.compare.training import compare_problems
+from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import RECORD_KINDS
 from tests.browser import CHROMIUM, MISSING, open_browser
 from tests.test_architecture import KNOWS, PACKAGE
@@ -67,7 +68,9 @@ def test_every_command_of_the_documents_passes_the_rules(start, overrides, broke
     if re.search(r"-m gpt_pretrain(\s|$)|fp8_gpt", start):
         assert broken_rules(*overrides, world_size=world_size, local_world_size=local_world_size) == []
         return
-    compose_config(*overrides)
+    config = compose_config(*overrides)
+    if re.search(r"gpt_pretrain\.compare(\s|$)", start):
+        assert [*compare_problems(config)] == []
 
 
 def test_every_command_of_the_documents_was_found():
@@ -102,7 +105,7 @@ def test_every_key_of_the_documents_exists():
     named = {key for key in re.findall(pattern, ALL_TEXT) if not key.endswith((".md", ".py", ".json", ".html"))}
 
     assert "trainer.max_steps" in named
-    assert named <= {*schema_keys(), *sections, *section_keys(FinishedRuns), "benchmark.overrides.lean"}
+    assert named <= {*schema_keys(), *sections, "benchmark.overrides.lean"}
 
 
 def test_every_path_of_the_documents_exists():

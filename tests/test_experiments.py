@@ -201,7 +201,7 @@ def test_every_layout_of_the_benchmark_is_legal_on_its_gpus(fp8):
     config = load_config([experiment])
     assert [*benchmark_problems(config)] == []
     layouts = []
-    for variant in read_variants(config):
+    for variant in read_variants(config, "benchmark"):
         config = load_config([experiment, *fp8, *variant.overrides])
         model, num_gpus = config.model, config.trainer.devices
         assert config_problems(config, rank_zero_of(num_gpus, local_world_size=num_gpus, launcher="torchrun")) == []

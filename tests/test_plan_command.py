@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from gpt_pretrain.__main__ import main as train
+from gpt_pretrain.compare.__main__ import main as compare
 from gpt_pretrain.config.errors import format_seconds
 from gpt_pretrain.plan.__main__ import main
 from gpt_pretrain.plan.document import WIDTH, plan_document, print_plan
@@ -260,13 +261,16 @@ def test_the_way_out_of_a_plan_is_another_plan(capsys, arguments, end):
     assert "torchrun" not in told
 
 
-def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(capsys, tmp_path):
+@pytest.mark.parametrize("module", ["plan", "compare"])
+def test_a_full_disk_is_told_with_the_file_that_it_has_no_room_for(module, capsys, tmp_path):
+    main_of, file_name = (main, "plan.json") if module == "plan" else (compare, "task.json")
+    variants = ["compare.variants=[bf16,'model.optim.lr=1e-4']"] if module == "compare" else []
     with file_size_limit(300):
-        assert main(["data=mock", f"run_dir={tmp_path / 'run'}"]) == 1
+        assert main_of([*variants, "data=mock", f"run_dir={tmp_path / 'run'}"]) == 1
     told = capsys.readouterr().err
     assert told.count("error: ") == 1
     assert f"{tmp_path / 'run'}/" in told
-    assert "plan.json" in told
+    assert file_name in told
 
 
 @pytest.mark.parametrize(

@@ -103,7 +103,7 @@ class Campaign:
     def __init__(self, config: Config, request: Request) -> None:
         self._config, self._source, self._overrides = config, request.loader.source, request.overrides
         self._console = SafeConsole(highlight=False, emoji=False)
-        variants = read_variants(config)
+        variants = read_variants(config, "benchmark")
         own_problems = own_key_problems(self._overrides)
         loaded = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
         self._run_dir = make_run_dir(config.run_dir, config.name)

@@ -89,10 +89,16 @@ class Measured(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MachineSeen(JsonObject):
-    """The machine as a process sees it, which decides whether it can run a variant, with its products measured."""
+class PlatformSeen(JsonObject):
+    """The machine as a process sees it, which decides whether it can run a variant."""
 
     platform: Platform
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineSeen(PlatformSeen):
+    """The same with its products measured."""
+
     machine: Machine
 
 

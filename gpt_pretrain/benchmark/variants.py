@@ -1,6 +1,6 @@
-"""Which runs are compared: entries of `benchmark.variants` become overrides.
+"""Which runs are compared: entries of `benchmark.variants` or `compare.variants` become overrides.
 
-An entry is a name in `benchmark.overrides` or the overrides themselves. `bare` and `bare:ENTRY` run
+An entry is a name in `benchmark.overrides` or the overrides themselves. In a benchmark, `bare` and `bare:ENTRY` run
 megatron-core's own loop instead of the application's. A variant's overrides come last and win over the command line.
 Without torch, so that typos and refusals by rules or machine are reported before anything runs.
 """
@@ -73,18 +73,21 @@ class LoadedVariant:
     """A line for each override of the command line that this variant goes without, because only others read it."""
 
 
-def read_variants(config: Config) -> list[Variant]:
+def read_variants(config: Config, section: Literal["benchmark", "compare"]) -> list[Variant]:
     """The variants in their order; raises `ConfigError` for none, unknown names and repeated entries."""
-    entries = config.benchmark.variants
+    with_bare = section == "benchmark"
+    entries = config.benchmark.variants if with_bare else config.compare.variants
+    key, repeats = f"{section}.variants", "benchmark.rounds" if with_bare else "compare.seeds"
     problems: list[str] = []
     variants = []
     if not entries:
-        problems.append("benchmark.variants=[] compares nothing; give names, such as [app,bare]")
+        example = "[app,bare]" if with_bare else "[bf16,fp8_delayed]"
+        problems.append(f"{key}=[] compares nothing; give names, such as {example}")
     for entry in dict.fromkeys(entries):
         if entries.count(entry) > 1:
-            problems.append(f"benchmark.variants has {entry!r} twice; use benchmark.rounds to repeat all variants")
+            problems.append(f"{key} has {entry!r} twice; use {repeats} to repeat all variants")
         try:
-            variants.append(_read_variant(entry, config.benchmark.overrides))
+            variants.append(_read_variant(entry, config.benchmark.overrides, key, with_bare=with_bare))
         except ConfigError as error:
             problems += error.problems
     if problems:
@@ -92,26 +95,27 @@ def read_variants(config: Config) -> list[Variant]:
     return variants
 
 
-def _read_variant(entry: str, named: Mapping[str, str]) -> Variant:
+def _read_variant(entry: str, named: Mapping[str, str], key: str, *, with_bare: bool) -> Variant:
     prefix, colon, rest = entry.partition(":")
-    if entry == _BARE:
+    if entry == _BARE and with_bare:
         return Variant(name=entry, loop="bare", overrides=())
-    is_bare = colon and prefix == _BARE
+    is_bare = with_bare and colon and prefix == _BARE
     what = rest if is_bare else entry
     text = named.get(what)
     if text is None and "=" not in what:
-        nearest = did_you_mean(nearest_name(what, [*named, _BARE]))
-        known = ", ".join([*named, _BARE, f"{_BARE}:NAME"])
+        bare = [_BARE] if with_bare else []
+        nearest = did_you_mean(nearest_name(what, [*named, *bare]))
+        known = ", ".join([*named, *bare, *(f"{name}:NAME" for name in bare)])
         raise ConfigError(
             [
-                f"benchmark.variants: {entry!r} is not a variant{nearest}; use one of {known}, or overrides such as "
+                f"{key}: {entry!r} is not a variant{nearest}; use one of {known}, or overrides such as "
                 '"fp8=delayed model.fp8_params=true"'
             ]
         )
     try:
         overrides = tuple(shlex.split(what if text is None else text))
     except ValueError as error:
-        raise ConfigError([f"benchmark.variants: the overrides of {entry!r} cannot be split: {error}"]) from None
+        raise ConfigError([f"{key}: the overrides of {entry!r} cannot be split: {error}"]) from None
     return Variant(name=entry, loop="bare" if is_bare else "app", overrides=overrides)
 
 
@@ -177,7 +181,7 @@ def benchmark_problems(config: Config) -> Iterator[str]:
         )
     yield from process_problems(config)
     try:
-        read_variants(config)
+        read_variants(config, "benchmark")
     except ConfigError as error:
         yield from error.problems
 
@@ -203,12 +207,17 @@ def own_key_problems(overrides: Sequence[str]) -> list[str]:
 
 def variant_problems(variant: Variant, config: Config) -> list[str]:
     """Why a variant of a benchmark with this configuration cannot run."""
-    shared = [
-        f"{key} must be the same for all variants; set it outside of benchmark.variants"
+    common = common_key_problems(variant, "benchmark")
+    return [*own_key_problems(variant.overrides), *common, *process_problems(config)]
+
+
+def common_key_problems(variant: Variant, section: str, keys: Sequence[str] = ()) -> list[str]:
+    """Problems of a variant that sets keys all variants share: `run_dir`, those of a section, and `keys`."""
+    return [
+        f"{key} must be the same for all variants; set it outside of {section}.variants"
         for key in override_keys(variant.overrides)
-        if key == "run_dir" or key.startswith("benchmark.")
+        if key in ("run_dir", *keys) or key.startswith(f"{section}.")
     ]
-    return [*own_key_problems(variant.overrides), *shared, *process_problems(config)]
 
 
 def launch_here(config: Config) -> Launch:

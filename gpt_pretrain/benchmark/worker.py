@@ -1,4 +1,4 @@
-"""The processes of a benchmark: `run_task` starts them, waits for them and reads their results.
+"""The processes of a benchmark or a comparison: `run_task` starts them, waits for them and reads their results.
 
 Each process, or rank, is `python -m gpt_pretrain.benchmark.worker TASK.json`, never started by hand. It writes its
 result, or why it failed, beside the task; what it prints goes to a file.
@@ -11,12 +11,12 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.benchmark.results import Failure, MachineSeen, Measured
+from gpt_pretrain.benchmark.results import Failure, MachineSeen, Measured, PlatformSeen
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
 from gpt_pretrain.config.files import write_file
@@ -38,7 +38,8 @@ class Task:
     """What a process is started for."""
 
     kind: str
-    """app or bare (see `Variant.loop`): train and measure; gemm: look up the machine and measure its products."""
+    """app or bare (see `Variant.loop`): train and measure; train: as `python -m gpt_pretrain` does; platform: look up
+    the machine; gemm: also measure its products."""
     overrides: list[str]
     config_name: str
     config_path: str
@@ -117,6 +118,15 @@ def _run_processes(task: Path, output: Path, num_processes: int) -> int:
             raise
 
 
+def _train(spec: RunSpec, after_step: Callable[..., None] | None = None) -> None:
+    """Trains to the last step, from the run directory's newest checkpoint if it has one."""
+    from gpt_pretrain.training.run import train
+
+    reason = train(spec, after_step)
+    if reason != "max_steps":
+        raise RunError(f"the run ended early: {reason}")
+
+
 def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
     from gpt_pretrain.benchmark.measure import StepProfiler, Stopwatch, run_bare_loop
     from gpt_pretrain.megatron.core_fields import params_dtype
@@ -129,11 +139,7 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
     if task.kind == "bare":
         run_bare_loop(spec, watch.after_step)
     else:
-        from gpt_pretrain.training.run import train
-
-        reason = train(spec, watch.after_step)
-        if reason != "max_steps":
-            raise RunError(f"the run ended early: {reason}")
+        _train(spec, watch.after_step)
     assert watch.first_step_s is not None
     assert watch.memory_gib is not None
     return Measured(
@@ -147,10 +153,9 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
     )
 
 
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | MachineSeen:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | PlatformSeen:
     config = task.load_config()
-    trains = task.kind in ("app", "bare")
-    if trains and (problems := config_problems(config, launch)):
+    if task.kind not in ("gemm", "platform") and (problems := config_problems(config, launch)):
         raise ConfigError(problems)
     set_environment(config)
     prepare_libraries()
@@ -159,13 +164,19 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | MachineSeen:
 
     install_cpu_device()
     platform = detect_platform()
-    if not trains:
+    if task.kind == "platform":
+        return PlatformSeen(platform=platform)
+    if task.kind == "gemm":
         from gpt_pretrain.benchmark.measure import describe_machine
 
         return MachineSeen(platform=platform, machine=describe_machine(platform))
     spec = build_run_spec(config, launch, platform)
     try:
-        return _measure_run(task, folder, spec)
+        if task.kind != "train":
+            return _measure_run(task, folder, spec)
+        _train(spec)
+        # The run directory has everything else.
+        return PlatformSeen(platform=platform)
     except Exception as error:
         from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 

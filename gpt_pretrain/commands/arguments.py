@@ -83,7 +83,7 @@ def print_help(
     section = ""
     for path, key in keys.items():
         parent = path.rpartition(".")[0]
-        if parent != section and parent in schema_sections():
+        if parent not in ("", section):
             title = textwrap.fill((schema_sections()[parent].__doc__ or "").replace("`", ""), width)
             text += f"\n{_styled(title, _BOLD)}\n"
         section = parent

@@ -1,4 +1,4 @@
 """Training runs side by side: whether one trains as well as another, and how much sooner it gets there; no torch.
 
-finished runs and logs → RunRecord → statistics → Comparison → console, JSON, page
+variants trained here, or finished runs and logs → RunRecord → statistics → Comparison → console, JSON, page
 """

@@ -9,7 +9,7 @@ The gate is for scripts. Only the whole confidence interval meets a demand, so o
 import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import date
 from decimal import Decimal
 from statistics import fmean
@@ -31,6 +31,7 @@ from gpt_pretrain.compare.comparison import (
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
 from gpt_pretrain.compare.intervals import CONFIDENCE
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
@@ -254,19 +255,7 @@ def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
     return sorted(tensors, key=lambda each: (each.saturated or 0.0, each.flushed), reverse=True)[:_NUM_TENSORS]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Demands:
-    """What every variant must show; exit code 4 if a demand is missed or unknown."""
-
-    max_loss_gap: str | None = None
-    """Largest final loss above the first variant's, as a percentage: 0.5%. The whole confidence interval must lie
-    below it. The verdict calls such a gap as good. null: no demand, and 0.5% for the verdict."""
-    min_speedup: float | None = None
-    """Smallest speedup: the first variant's GPU-seconds to the same loss over each other variant's. The whole
-    confidence interval must lie above. null: no demand."""
-
-
-def gate_problems(config: Demands) -> Iterator[str]:
+def gate_problems(config: GateConfig) -> Iterator[str]:
     """Problems of the gate's keys."""
     text = config.max_loss_gap
     if text is not None and not (re.fullmatch(r"\d+(\.\d+)?%", text) and math.isfinite(float(text[:-1]))):
@@ -277,7 +266,7 @@ def gate_problems(config: Demands) -> Iterator[str]:
         yield f"compare.min_speedup={config.min_speedup:g} is not a ratio of times; use a number above 0, such as 1.2"
 
 
-def read_gate(config: Demands) -> Gate | None:
+def read_gate(config: GateConfig) -> Gate | None:
     """The demands of a configuration without `gate_problems`, if it has any."""
     text, least = config.max_loss_gap, config.min_speedup
     if text is None and least is None:

@@ -218,9 +218,8 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
         values["model"] = {
             name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False
         }
-    # Training never read these.
-    values.pop("compare", None)
     if isinstance(benchmark := values.get("benchmark"), dict):
+        # Training never read them.
         values["benchmark"] = {name: value for name, value in benchmark.items() if name not in ("forecast", "markdown")}
     if many := many_unknown(path for path, _ in flatten(values)):
         return saved, many

@@ -18,15 +18,17 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.facts import key, unread_with
-from gpt_pretrain.config.schema_commands import BenchmarkConfig, PlanConfig
+from gpt_pretrain.config.schema_commands import BenchmarkConfig, CompareConfig, GateConfig, PlanConfig
 from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, ScheduleConfig, TokenizerConfig
 from gpt_pretrain.config.schema_model import ModelConfig
 
 __all__ = [
     "BenchmarkConfig",
     "CheckpointConfig",
+    "CompareConfig",
     "Config",
     "DataConfig",
+    "GateConfig",
     "LoggingConfig",
     "ModelConfig",
     "OptimConfig",
@@ -200,3 +202,4 @@ class Config:
     sample: SampleConfig
     plan: PlanConfig
     benchmark: BenchmarkConfig
+    compare: CompareConfig

@@ -36,3 +36,26 @@ class BenchmarkConfig:
     """How often all variants run; every second round is in reverse order to cancel drift of the machine."""
     profile: bool = key(before=False)
     """Record three more steps of each variant's first process: a Perfetto trace and a breakdown of their time."""
+
+
+@dataclass(kw_only=True, slots=True)
+class GateConfig:
+    """What `python -m gpt_pretrain.compare` demands of every variant; exit code 4 if a demand is missed or unknown."""
+
+    max_loss_gap: str | None = key(before=None)
+    """Largest final loss above the first variant's, as a percentage: 0.5%. The whole confidence interval must lie
+    below it. The verdict calls such a gap as good. null: no demand, and 0.5% for the verdict."""
+    min_speedup: float | None = key(before=None)
+    """Smallest speedup: the first variant's GPU-seconds to the same loss over each other variant's. The whole
+    confidence interval must lie above. null: no demand."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CompareConfig(GateConfig):
+    """`compare`: what `python -m gpt_pretrain.compare` trains and demands; training does not read it."""
+
+    variants: list[str] = key(before=[])
+    """Variants to compare, the baseline first. Each is a name of `benchmark.overrides` or overrides themselves
+    ("fp8=delayed model.fp8_params=true")."""
+    seeds: int = key(minimum=1, before=1)
+    """Runs of each variant, with model.seed and the numbers after it. One shows no noise."""

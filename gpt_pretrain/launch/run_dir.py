@@ -38,9 +38,9 @@ Kind = Literal["a run", "a benchmark", "a comparison"]
 # Files by which each is recognized. The first one found decides, so a run stays a run whatever else lies beside it.
 _SIGNS: Mapping[Kind, tuple[str, ...]] = {
     "a run": ("metrics.jsonl", "checkpoints"),
-    # The second sign is written first and may be all that a stopped command left.
+    # The second sign is written first and may be all that a stopped command left; likewise below.
     "a benchmark": ("benchmark.json", "machine/task.json"),
-    "a comparison": ("compare.json",),
+    "a comparison": ("compare.json", "runs/*_seed_*"),
 }
 # Reading and writing a small file takes milliseconds, even with several starts at once.
 _JUDGE_S = 30.0

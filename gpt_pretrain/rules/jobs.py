@@ -63,6 +63,8 @@ class Job:
         return " ".join(self.overrides)
 
 
+# Whose keys need an effect in one of the variants, each of which is checked (`benchmark.variants`).
+_WITH_VARIANTS = ("benchmark", "compare")
 # Problems of a configuration that runs here or is submitted to Slurm.
 Rules = Callable[[Config, Submission | None], Iterable[str]]
 
@@ -266,8 +268,7 @@ def check_command(
             continue
         if rules is not None and not wrong:
             dropped = [] if config.extensions == own.LOADED else [_not_loaded(config.extensions, None)]
-            # The benchmark's keys need an effect in one of its variants, each of which is checked.
-            unread = [] if command == "benchmark" else given_without_effect(config, given)
+            unread = [] if command in _WITH_VARIANTS else given_without_effect(config, given)
             wrong += [*dropped, *unread, *rules(config, submission)]
         arguments: list[str] = []
         if submission is not None:

@@ -29,11 +29,13 @@ from gpt_pretrain.config.load import section_problem
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader
 
-# Sections that training does not read, and the commands that do. A file may set them, but
+# Sections that training does not read, and the commands that do; the longest name counts. A file may set them, but
 # another command's command line may not.
 READERS = {
     "plan": ("plan", "benchmark"),
     "benchmark": ("benchmark",),
+    "benchmark.overrides": ("benchmark", "compare"),
+    "compare": ("compare",),
 }
 
 # How Hydra's grammar begins its messages.
@@ -56,7 +58,7 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
 
 def _readers_of(path: str) -> tuple[str, ...]:
     """The only commands that read a key; empty for a key that every run reads."""
-    return READERS.get(path.partition(".")[0], ())
+    return READERS.get(".".join(path.split(".")[:2])) or READERS.get(path.partition(".")[0], ())
 
 
 def _unread_key(path: str, command: str) -> str | None:
@@ -64,8 +66,10 @@ def _unread_key(path: str, command: str) -> str | None:
     readers = _readers_of(path)
     if not readers or command in readers:
         return None
+    own = f"{command}.{path.partition('.')[2]}"
+    way = f", or use {own}" if own in schema_keys() else ""
     modules = " and ".join(f"python -m gpt_pretrain.{reader}" for reader in readers)
-    return f"{path} has no effect: only {modules} {'reads' if len(readers) == 1 else 'read'} it; leave it out"
+    return f"{path} has no effect: only {modules} {'reads' if len(readers) == 1 else 'read'} it; leave it out{way}"
 
 
 def override_problems(override: Override, loader: Loader, groups: Sequence[str], command: str | None) -> Iterator[str]:
