@@ -72,10 +72,6 @@ class Page:
         answer = self.send("Page.captureScreenshot", captureBeyondViewport=True)
         path.write_bytes(base64.b64decode(answer["data"]))
 
-    def save_downloads(self, folder: Path) -> None:
-        """Where files go that the page offers."""
-        self._browser.send("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
-
     def requests(self) -> list[str]:
         """Addresses that the page has asked for."""
         events = self._browser.events

@@ -2,7 +2,7 @@
 
 import math
 
-from gpt_pretrain.compare.comparison import Curve, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, RunRecord
 
 TOKENS_PER_STEP = 1000
 SHARED = {
@@ -28,7 +28,6 @@ def synthetic_run(
     every=5,
     first=0,
     noise=lambda step: 0.0,
-    role="seed",
     num_gpus=1,
     loss=power_law,
     settings=SHARED,
@@ -38,9 +37,8 @@ def synthetic_run(
     logged = range(first + every, first + steps + 1, every)
     losses = [loss(TOKENS_PER_STEP * step) * (1 + gap) * (1 + noise(step)) for step in logged]
     return RunRecord(
-        name=f"{variant} {role} {seed}",
+        name=f"{variant} seed {seed}",
         variant=variant,
-        role=role,
         seed=seed,
         source="",
         format="gpt_pretrain",
@@ -61,9 +59,7 @@ def synthetic_run(
         skipped_steps=0,
         fp8_share=None,
         fp8=(),
-        configuration=tuple(
-            Setting(key=key, value=str(value)) for key, value in {**settings, "model.seed": seed}.items()
-        ),
+        configuration={key: str(value) for key, value in {**settings, "model.seed": seed}.items()},
         versions=None,
         command=None,
         **fields,

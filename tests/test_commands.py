@@ -130,9 +130,8 @@ def test_what_was_probably_meant_is_offered():
             ["path=run", "command=verify"],
             CheckpointArguments(command=Task.verify, path="run"),
         ),
-        (DoctorArguments, (), ["--json"], DoctorArguments(json=True)),
         (DoctorArguments, (), ["--assume-gpu", "h200"], DoctorArguments(assume_gpu=PlanGpu.h200)),
-        (DoctorArguments, (), ["--assume-gpu=b200", "json=true"], DoctorArguments(json=True, assume_gpu=PlanGpu.b200)),
+        (DoctorArguments, (), ["--assume-gpu=b200"], DoctorArguments(assume_gpu=PlanGpu.b200)),
     ],
 )
 def test_the_spellings_of_the_doctor_and_of_checkpoint(kind, plain, arguments, expected):
@@ -264,7 +263,7 @@ def test_help_of_a_command_names_it_and_its_keys(module):
     about, _, keys = done.stdout.partition("\nKeys")
     assert about.startswith(f"{module}: ")
     assert f"  python -m {module} " in about
-    assert keys.count("   (") >= 2
+    assert keys.count("   (") >= 1
     assert max(map(len, about.splitlines())) <= 100
 
 

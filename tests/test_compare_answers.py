@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gpt_pretrain.compare.__main__ import print_comparison
 from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
 from gpt_pretrain.compare.comparability import identity
-from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval, Setting
+from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval
+from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
@@ -53,7 +53,7 @@ def test_the_gap_and_its_paired_interval_are_those_calculated_by_hand():
     # A constant ratio is the same all along.
     assert found.gap_curve.gaps == pytest.approx([found.loss_gap.value] * 101)
     assert found.gap_curve.lows == pytest.approx([found.loss_gap.low] * 101)
-    assert found.gap_curve.tokens[-1] == found.gap_curve.steps[-1] * 1000 == 975_000
+    assert found.gap_curve.steps[-1] == 975
 
 
 def test_further_variants_tell_the_noise_where_they_share_seeds_and_ground():
@@ -120,11 +120,6 @@ def test_noise_that_averages_out_leaves_the_gap():
     assert answer(*theirs, *ours).loss_gap.value == pytest.approx(0.002, abs=1e-4)
 
 
-def repeat(amount):
-    """The baseline again, `amount` away from itself, up and down."""
-    return synthetic_run("bf16", 1, role="repeat", noise=lambda step: amount if step // 100 % 2 else -amount)
-
-
 NAN = synthetic_run("fp8", 1, loss=lambda x: math.nan if x > 500_000 else power_law(x))
 UNTIMED = replace(synthetic_run("bf16", 1).training, gpu_seconds=())
 FALLING = replace(
@@ -158,60 +153,19 @@ def test_a_verdict_says_what_the_runs_show(case):
     assert found.judgement == judgement
     assert words in found.sentence
     assert "fp8" in found.sentence
-    assert comparison.verdict == found.sentence
     # JSON's values, as a NaN equals nothing.
     assert Comparison.from_json(comparison.to_json()).to_json() == comparison.to_json()
 
 
-@pytest.mark.parametrize(
-    ("runs", "judgement", "source"),
-    [
-        ([synthetic_run("fp8", 1, gap=0.001)], "cannot_tell", "none"),
-        ([repeat(0.001), synthetic_run("fp8", 1, gap=0.001)], "as_good", "microbatches"),
-        ([repeat(0.001), synthetic_run("fp8", 1, gap=0.02)], "worse", "microbatches"),
-        ([repeat(0.01), synthetic_run("fp8", 1, gap=0.001)], "cannot_tell", "microbatches"),
-    ],
-)
-def test_one_seed_is_judged_by_the_baseline_against_itself(runs, judgement, source):
-    comparison = compare(synthetic_run("bf16", 1), *runs)
+def test_one_seed_of_each_tells_no_noise():
+    (found,) = compare(synthetic_run("bf16", 1), synthetic_run("fp8", 1, gap=0.001)).answers
+    assert (found.judgement, found.noise_from, found.gap_curve.lows) == ("cannot_tell", "none", ())
+
+
+def test_times_that_differ_beyond_all_bounds_leave_any_time_open():
+    ours = [synthetic_run("fp8", seed, s_per_step=pace) for seed, pace in enumerate((1, 100))]
+    comparison = compare(*seeds("bf16", (0.0, 0.0)), *ours, min_speedup=0.01)
     (found,) = comparison.answers
-    assert (found.judgement, found.noise_from) == (judgement, source)
-    assert [figures.num_runs for figures in comparison.figures] == [1, 1]
-    assert bool(found.gap_curve.lows) == (source != "none")
-
-
-def test_a_second_run_of_a_seed_is_not_left_out_in_silence():
-    again = synthetic_run("fp8", 1, gap=0.3, role="repeat")
-    found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1), again)
-    assert (found.judgement, found.loss_gap.value) == ("as_good", pytest.approx(0, abs=1e-6))
-    assert [again.name in reason for reason in found.reasons] == [True]
-    # Seeds tell more than the baseline's repeat.
-    found = answer(*BASELINE, repeat(0.001), *seeds("fp8", (0.0, 0.001, -0.001)))
-    assert found.noise_from == "paired seeds"
-    assert ["bf16 repeat 1" in reason for reason in found.reasons] == [True]
-    assert answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1)).reasons == ()
-
-
-def test_the_noise_of_a_repeat_is_noise_of_the_time_too():
-    found = answer(synthetic_run("bf16", 1), repeat(0.001), synthetic_run("fp8", 1, s_per_step=0.5))
-    noise = math.log1p(found.loss_gap.high) - math.log1p(found.loss_gap.value)
-    speedup = found.speedup
-    assert noise > 0
-    # Of a power law, log(time) falls by 1/0.13 where log(loss) rises by 1.
-    assert speedup.value == pytest.approx(2)
-    assert math.log(speedup.high / speedup.value) == pytest.approx(noise / 0.13, rel=0.05)
-    assert math.log(speedup.value / speedup.low) == pytest.approx(noise / 0.13, rel=0.05)
-
-
-def test_where_a_loss_hardly_falls_noise_leaves_any_time_open():
-    def plateau(x):
-        return 3.0 + max(0, 500_000 - x) * 1e-6 - x * 1e-13
-
-    again = synthetic_run("bf16", 1, role="repeat", loss=plateau, noise=lambda step: 0.01 * (-1) ** (step // 100))
-    runs = synthetic_run("bf16", 1, loss=plateau), again, synthetic_run("fp8", 1, loss=plateau, s_per_step=0.5)
-    comparison = compare(*runs, min_speedup=1.1)
-    (found,) = comparison.answers
-    assert found.speedup.value == pytest.approx(2)
     assert (found.speedup.low, found.speedup.high) == (pytest.approx(0), math.inf)
     assert "its interval begins at 0.000" in comparison.gate.missed[0]
     assert Comparison.from_json(comparison.to_json()) == comparison
@@ -241,7 +195,6 @@ def test_logs_without_times_or_tokens_are_compared_over_steps():
     runs = [synthetic_run("fp8", 1, training=replace(UNTIMED, tokens=())), synthetic_run("fp8", 2)]
     found = answer(*BASELINE, *runs)
     assert found.times == ()
-    assert found.gap_curve.tokens == ()
     assert found.gap_curve.steps[-1] == 975
     assert "fp8 seed 1" in found.reasons[0]
 
@@ -310,7 +263,7 @@ def test_each_key_of_the_model_is_what_must_be_equal_or_may_differ():
 
 
 def test_what_a_log_does_not_tell_is_named():
-    silent = replace(synthetic_run("log", 1), configuration=(Setting(key="model.global_batch_size", value="8"),))
+    silent = replace(synthetic_run("log", 1), configuration={"model.global_batch_size": "8"})
     (unchecked,) = compare(synthetic_run("bf16", 1), silent).unchecked
     assert all(word in unchecked for word in ("log seed 1", "data", "tokenizer", "model"))
     assert "batch" not in unchecked

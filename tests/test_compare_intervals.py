@@ -5,7 +5,7 @@ import statistics
 
 import pytest
 
-from gpt_pretrain.compare.intervals import Smoothed, difference, grid_between, interpolate, noise_of, t_quantile
+from gpt_pretrain.compare.intervals import Smoothed, difference, grid_between, interpolate, t_quantile
 
 
 @pytest.mark.parametrize(
@@ -71,11 +71,6 @@ def test_one_run_of_each_tells_no_noise():
 
 def test_equal_runs_have_an_interval_of_zero():
     assert difference([2, 2], [1, 1], paired=False).half_width == 0
-
-
-def test_the_noise_of_a_repeat_is_measured_from_zero():
-    # Mean square 4 of four differences: 2.776 · 2; their mean, 1, is not taken out.
-    assert noise_of([3, -1, 1, math.sqrt(5)]) == pytest.approx(2.776 * 2, abs=2e-3)
 
 
 def test_a_smoothed_loss_is_the_mean_over_its_window():

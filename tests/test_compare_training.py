@@ -1,8 +1,6 @@
 """How a comparison trains its variants: which runs, in which order, stopped and resumed, and what is refused."""
 
-import io
 import os
-import re
 import signal
 import sys
 import threading
@@ -11,22 +9,17 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-from rich.console import Console
-from rich.text import Text
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.compare.comparison import load_comparison
-from gpt_pretrain.compare.planned import RUNS, compare_problems, plan_runs
-from gpt_pretrain.compare.training import ProgressLine
+from gpt_pretrain.compare.training import RUNS, compare_problems, plan_runs
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.source import Source
-from gpt_pretrain.report.columns import format_duration
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
-from gpt_pretrain.report.records import Fp8Record, StartRecord
+from gpt_pretrain.report.records import StartRecord
 from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import forked_python
-from tests.test_compare_comparison import TENSOR
+from tests.test_compare_comparison import saved_comparison
 from tests.test_compare_logs import summary, train_record
 
 DELAYED = "fp8=delayed model.fp8_emulate=true"
@@ -65,29 +58,23 @@ def test_runs_are_variants_times_seeds_and_all_variants_of_a_seed_come_first(tmp
     delayed = "fp8_delayed_model.fp8_emulate_true"
     assert places(runs) == ["bf16_seed_7", f"{delayed}_seed_7", "bf16_seed_8", f"{delayed}_seed_8"]
     assert {run.run_dir.parent for run in runs} == {tmp_path / RUNS}
-    assert {run.role for run in runs} == {"seed"}
     for run in runs:
         # What a run is checked with is what its own command line says.
         loaded = load_config(run.overrides)
         assert loaded == run.config
         assert loaded.model.seed == run.seed
-        assert run.problems == ()
 
 
-@pytest.mark.parametrize(
-    ("sizes", "expected"), [((2, 8), 1), ((6, 12), 3), ((3, 9), 1), ((1, 8), 2), ((1, 1), None), ((1, 9), None)]
-)
-def test_one_seed_is_joined_by_the_baseline_with_other_microbatches(tmp_path, sizes, expected):
-    micro, whole = sizes
-    overrides = [f"model.micro_batch_size={micro}", f"model.global_batch_size={whole}", "compare.seeds=1"]
-    runs = planned(tmp_path, variants("bf16", DELAYED), *overrides)
-
-    assert [run.role for run in runs] == ["seed", "seed"] + ["repeat"] * (expected is not None)
-    if expected is not None:
-        assert runs[-1].variant == runs[0].variant
-        assert runs[-1].seed == runs[0].seed
-        assert load_config(runs[-1].overrides).model.micro_batch_size == expected
-        assert runs[-1].run_dir not in [run.run_dir for run in runs[:-1]]
+def test_a_variant_may_choose_optimizer_and_recipe_of_an_experiment(tmp_path):
+    overrides = [
+        "experiment=gpt2_124m_1gpu",
+        variants("optimizer=adam fp8=none", "optimizer=sgd fp8=delayed"),
+        "compare.seeds=3",
+    ]
+    runs = plan_runs(load_config(overrides), Source(), overrides, tmp_path)
+    assert [run.seed for run in runs] == [1234, 1234, 1235, 1235, 1236, 1236]
+    chosen = [(run.config.model.optim.name.name, run.config.model.fp8) for run in runs[:2]]
+    assert chosen == [("adam", False), ("sgd", True)]
 
 
 def test_variants_whose_names_look_alike_have_directories_of_their_own(tmp_path):
@@ -125,7 +112,6 @@ def test_a_key_of_all_variants_goes_to_those_that_read_it(kind, tmp_path):
     runs = planned(tmp_path, variants(*entries), shared, "compare.seeds=2")[: len(entries)]
     assert [index for index, run in enumerate(runs) if shared in run.overrides] == reading
     for index, run in enumerate(runs):
-        assert run.problems == ()
         assert load_config(run.overrides) == run.config
         assert [shared in line for line in run.unread] == [True] * (index not in reading)
 
@@ -195,13 +181,10 @@ def test_a_variant_whose_losses_would_mean_something_else_is_refused_before_anyt
     assert not (tmp_path / RUNS).exists()
 
 
-def test_a_baseline_that_breaks_a_rule_ends_the_comparison_and_another_variant_does_not(tmp_path):
+def test_a_baseline_that_breaks_a_rule_is_refused_before_the_machine_is_looked_up(tmp_path):
     broken = "model.micro_batch_size=3"
     with pytest.raises(ConfigError, match=r"global_batch_size=8 .*\[model\.micro_batch_size=3\]"):
         planned(tmp_path, variants(broken, "bf16"))
-    good, bad = planned(tmp_path, variants("bf16", broken), "compare.seeds=2")[:2]
-    assert good.problems == ()
-    assert "model.micro_batch_size=3" in bad.problems[0]
 
 
 def interrupt_at(path, step):
@@ -241,7 +224,7 @@ def test_a_comparison_that_is_stopped_goes_on_without_running_again_what_is_fini
     printed = capsys.readouterr().out
     assert "model.global_batch_size=8 is not divisible by model.micro_batch_size=3" in printed
     assert printed.count("was finished before") == 1
-    comparison = load_comparison(run_dir / "compare.json")
+    comparison = saved_comparison(run_dir)
     assert (run_dir / "compare.html").exists()
     assert [(run.variant, run.seed) for run in comparison.runs] == [
         (name, seed) for name in ("app", DELAYED, TENSORWISE) for seed in (1234, 1235)
@@ -285,65 +268,6 @@ def test_a_directory_with_a_run_of_other_values_is_refused(tmp_path, parent):
     assert planned(tmp_path, variants("app", DELAYED), *same)[0].is_finished
 
 
-def test_progress_is_a_line_on_a_terminal_and_a_line_a_minute_elsewhere(tmp_path):
-    runs = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2")
-    terminal, log = (Console(file=io.StringIO(), width=200, force_terminal=wanted) for wanted in (True, False))
-    shown = [ProgressLine(runs, console) for console in (terminal, log)]
-    # Nothing was logged yet.
-    for progress in shown:
-        progress.watch(2)
-    assert log.file.getvalue() == ""
-    metrics = MetricsFile(runs[1].run_dir)
-    for step in (5, 6):
-        metrics.write(train_record(step, 2.5, eta_s=2.0 * (STEPS - step)))
-        for progress in shown:
-            progress.watch(2)
-    metrics.close()
-    for progress in shown:
-        progress.tell(2, "finished")
-
-    name = re.escape(runs[1].name)
-    for console, last in ((terminal, 6), (log, 5)):
-        told = Text.from_ansi(console.file.getvalue().replace("\r", "\n")).plain
-        lines = re.findall(rf"run 2 of 4 \({name}\): step (\d+)/{STEPS}, loss 2\.5000", told)
-        assert int(lines[-1]) == last
-        # Two seconds a step, and two runs more.
-        left = 2 * (STEPS - last)
-        assert f"{format_duration(left)} left, about {format_duration(left + 2 * 2 * STEPS)} for all" in told
-        assert f"run 2 of 4 ({runs[1].name}): finished" in told
-
-
-def test_the_time_for_all_leaves_out_what_is_finished(tmp_path):
-    runs = planned(tmp_path, variants("app", DELAYED), "compare.seeds=2")
-    for run, records in ((runs[2], [summary()]), (runs[0], [train_record(5, eta_s=30.0)])):
-        with closing(MetricsFile(run.run_dir)) as metrics:
-            for record in records:
-                metrics.write(record)
-    log = Console(file=io.StringIO(), width=200)
-    ProgressLine(runs, log).watch(1)
-    # Two seconds a step, and two runs more: the third of the four is done.
-    assert f"about {format_duration(30 + 2 * 2 * STEPS)} for all" in log.file.getvalue()
-
-
-def test_progress_reads_the_end_of_a_long_file_alone(tmp_path):
-    run = planned(tmp_path, variants("app", DELAYED))[0]
-    first, second = (Console(file=io.StringIO(), width=200) for _ in range(2))
-    progress = [ProgressLine([run], console) for console in (first, second)]
-    statistics = Fp8Record(step=5, tensors=(TENSOR,) * 4000, warnings=())
-    # Whoever reads all of the file meets the damage.
-    lines = ["damaged", *(record.to_line() for record in (statistics, train_record(5, 2.5), statistics))]
-    content = "\n".join(lines) + "\n"
-    run.run_dir.mkdir(parents=True)
-    metrics_path(run.run_dir).write_text(content + '{"kind": "train", "st')
-    progress[0].watch(1)
-    assert f"step 5/{STEPS}, loss 2.5000" in first.file.getvalue()
-
-    # Another process has begun and trained nothing yet.
-    metrics_path(run.run_dir).write_text(content + StartRecord(step=5, time_unix=0.0).to_line() + "\n")
-    progress[1].watch(1)
-    assert second.file.getvalue() == ""
-
-
 @pytest.mark.usefixtures("no_launcher")
 @pytest.mark.parametrize("refused_first", [True, False])
 def test_variants_that_the_machine_refuses_are_named_before_anything_is_trained(
@@ -370,8 +294,8 @@ def test_a_variant_that_the_machine_refuses_is_left_out_and_the_others_are_compa
         arguments = [*SMALL, chosen, "compare.seeds=2", "trainer.max_steps=2"]
         assert main([*arguments, f"run_dir={tmp_path / 'run'}"]) == 1
     printed = capsys.readouterr().out
-    assert printed.index("model.masked_softmax_fusion=true is left out: ") < printed.index("run 1 of 6")
-    names = [run.variant for run in load_comparison(tmp_path / "run" / "compare.json").runs]
+    assert printed.index("model.masked_softmax_fusion=true is left out: ") < printed.index("run 1 of 4")
+    names = [run.variant for run in saved_comparison(tmp_path / "run").runs]
     assert sorted(set(names)) == ["app", "model.optim.lr=0.002"]
 
 
@@ -379,6 +303,7 @@ def test_a_variant_that_the_machine_refuses_is_left_out_and_the_others_are_compa
     ("arguments", "named"),
     [
         (["-m", "model.seed=1,2"], ("-m:", "compare.variants=[…]")),
+        (["hydra/launcher=slurm"], ("hydra/launcher=slurm", "-m", "runs=[…]")),
         (["compare.seeds=0"], ("compare.seeds=0", "use 1 or more")),
         (["compare.variants=[bf16,'model.hiden_size=3']"], ("model.hiden_size", "did you mean model.hidden_size?")),
     ],

@@ -242,3 +242,15 @@ def test_values_are_typed():
     assert all(
         isinstance(key.kind, type) and (issubclass(key.kind, Enum) or not key.choices) for key in schema_keys().values()
     )
+
+
+def test_a_saved_configuration_may_have_keys_of_tools_that_are_gone(tmp_path):
+    config = load_config([])
+    saved = OmegaConf.create(config_to_yaml(config))
+    saved.benchmark.update({"forecast": True, "markdown": "notes.md"})
+    OmegaConf.save(saved, tmp_path / "config.yaml")
+    assert load_saved_config(tmp_path / "config.yaml") == config
+    saved.benchmark.forcast = True
+    OmegaConf.save(saved, tmp_path / "config.yaml")
+    with pytest.raises(ConfigError, match=r"benchmark\.forcast"):
+        load_saved_config(tmp_path / "config.yaml")

@@ -27,7 +27,7 @@ from packaging.utils import canonicalize_name
 from tests.launching import REPOSITORY
 
 # What the stand-in for the base lacks, and what it has too old.
-MISSING = ("antlr4-python3-runtime", "hydra-core", "megatron-core", "omegaconf", "plotext", "tokenizers", "torchao")
+MISSING = ("antlr4-python3-runtime", "hydra-core", "megatron-core", "omegaconf", "tokenizers", "torchao")
 TOO_OLD = "safetensors"
 # The extra that is asked for when its commands are carried out: it needs the torchao that is missing.
 EXTRA = "torchao"

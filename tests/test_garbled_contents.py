@@ -108,7 +108,7 @@ def test_an_object_of_other_contents_is_told(kind, run_dir, cache_dir):
 
 
 NO_RUN = {
-    "layout": [{}, {"processes": "x"}, {"processes": 1}],
+    "layout": [{"processes": 1}],
     "config": [{}, {"model": None}, {"model": {"fp8": True}}],
     "time_unix": [1e300, -1, "now"],
     "step": [-1, 2**70, True],

@@ -479,8 +479,6 @@ ELSEWHERE = {
         "benchmark.interval",
         "benchmark.rounds",
         "benchmark.profile",
-        "benchmark.forecast",
-        "benchmark.markdown",
     ),
     "training": (
         "model.micro_batch_size",

@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 
-from gpt_pretrain.benchmark.report import WIDTH, Benchmark, format_step_time, print_benchmark, write_documents
+from gpt_pretrain.benchmark.report import Benchmark, benchmark_markdown, format_step_ms, write_documents
 from gpt_pretrain.benchmark.results import (
-    Forecast,
     Machine,
     MachineSeen,
     Measured,
@@ -55,9 +54,8 @@ from gpt_pretrain.config.load import config_to_yaml
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
-from gpt_pretrain.report.console import console_of_width, print_line
+from gpt_pretrain.report.console import SafeConsole, print_line
 from gpt_pretrain.rules.jobs import Job, load_config
-from gpt_pretrain.run.gpus import GPUS
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import resolve
 
@@ -75,21 +73,16 @@ class _Entry:
     """By round and rank."""
     problem: str | None = None
     """Why it is no longer measured."""
-    forecast: Forecast | None = None
-
-    @property
-    def config(self) -> Config:
-        return self.loaded.config
 
     @property
     def num_processes(self) -> int:
-        return self.config.trainer.devices or 1
+        return self.loaded.config.trainer.devices or 1
 
     def row(self, machine: Machine) -> Row:
         """Its row, still without ratios."""
         figures = None
         if self.problem is None:
-            figures = compute_figures(self.measured, resolve(self.config), machine.gemms)
+            figures = compute_figures(self.measured, resolve(self.loaded.config), machine.gemms)
         return Row(
             name=self.variant.name,
             loop=self.variant.loop,
@@ -97,7 +90,6 @@ class _Entry:
             num_gpus=self.num_processes,
             problem=self.problem,
             figures=figures,
-            forecast=self.forecast,
         )
 
 
@@ -110,7 +102,7 @@ class Campaign:
 
     def __init__(self, config: Config, request: Request) -> None:
         self._config, self._source, self._overrides = config, request.loader.source, request.overrides
-        self._console = console_of_width(WIDTH)
+        self._console = SafeConsole(highlight=False, emoji=False)
         variants = read_variants(config, "benchmark")
         own_problems = own_key_problems(self._overrides)
         loaded = load_variants(variants, self._source, self._overrides, variant_problems, own_problems)
@@ -130,18 +122,13 @@ class Campaign:
         """
         write_file(self._run_dir / "config.yaml", config_to_yaml(self._config), wait_for_disk=False)
         self._note("measuring the machine's matrix products")
-        outcome = run_task("gemm", MachineSeen, self._machine_folder, source=self._source, overrides=self._overrides)
-        if outcome.problem is not None:
-            raise RunError(f"the machine's matrix products could not be measured: {outcome.problem}")
-        (seen,) = outcome.results
+        (seen,) = run_task("gemm", MachineSeen, self._machine_folder, source=self._source, overrides=self._overrides)
         self._refuse(seen.platform)
         for number in range(1, self._config.benchmark.rounds + 1):
             # There and back, so that a steady drift of the machine favors no variant.
             for entry in self._entries if number % 2 else reversed(self._entries):
                 if entry.problem is None:
                     self._measure(entry, number)
-        if self._config.benchmark.forecast:
-            self._forecast(seen.machine)
         benchmark = Benchmark(
             config=self._config,
             arguments=tuple(arguments),
@@ -149,7 +136,7 @@ class Campaign:
             machine=seen.machine,
             rows=tuple(with_ratios([entry.row(seen.machine) for entry in self._entries])),
         )
-        print_benchmark(benchmark, self._console)
+        self._note(benchmark_markdown(benchmark))
         for path in write_documents(benchmark, self._run_dir):
             self._note(f"written: {path}")
         return all(entry.problem is None for entry in self._entries)
@@ -165,43 +152,28 @@ class Campaign:
                 self._note(f"{entry.variant.name} is left out: {entry.problem}")
 
     def _run_overrides(self, entry: _Entry, folder: Path, *, profiled: bool) -> list[str]:
-        own = run_overrides(entry.config, folder / "run", profiled=profiled)
+        own = run_overrides(entry.loaded.config, folder / "run", profiled=profiled)
         return [*entry.loaded.overrides, *own]
 
     def _measure(self, entry: _Entry, number: int) -> None:
         folder, place = entry.folder / f"round_{number}", f"round {number}, {entry.variant.name}"
         profiled = self._config.benchmark.profile and number == 1
-        outcome = run_task(
-            entry.variant.loop,
-            Measured,
-            folder,
-            source=self._source,
-            overrides=self._run_overrides(entry, folder, profiled=profiled),
-            num_processes=entry.num_processes,
-            profiled=profiled,
-        )
-        if outcome.problem is not None:
-            entry.problem = outcome.problem
-            self._note(f"{place}: failed: {outcome.problem.partition('\n')[0]}")
-            return
-        entry.measured.append(outcome.results)
-        self._note(f"{place}: {', '.join(map(format_step_time, outcome.results[0].step_times_s))}")
-
-    def _forecast(self, machine: Machine) -> None:
-        """Plans the variants, if this machine's GPU is `plan.gpu`."""
-        gpu = self._config.plan.gpu
-        if machine.device != GPUS[gpu].name:
-            self._note(f"no forecast: plan.gpu={gpu.name} is {GPUS[gpu].name}, and this machine has {machine.device}")
-            return
-        for entry in self._entries:
-            overrides = [*entry.loaded.overrides, f"plan.num_gpus={entry.num_processes}"]
-            outcome = run_task(
-                "forecast", Forecast, entry.folder / "forecast", source=self._source, overrides=overrides
+        try:
+            results = run_task(
+                entry.variant.loop,
+                Measured,
+                folder,
+                source=self._source,
+                overrides=self._run_overrides(entry, folder, profiled=profiled),
+                num_processes=entry.num_processes,
+                profiled=profiled,
             )
-            if outcome.problem is None:
-                (entry.forecast,) = outcome.results
-            else:
-                self._note(f"{entry.variant.name}: no forecast: {outcome.problem}")
+        except RunError as error:
+            entry.problem = str(error)
+            self._note(f"{place}: failed: {entry.problem.partition('\n')[0]}")
+            return
+        entry.measured.append(results)
+        self._note(f"{place}: {', '.join(map(format_step_ms, results[0].step_times_s))} ms")
 
     def _note(self, line: str) -> None:
         print_line(self._console, line)

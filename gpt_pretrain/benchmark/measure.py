@@ -30,9 +30,10 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Kernel, Machine, Part, kernel_kind
+from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Machine, Part, kernel_kind
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.schema import BenchmarkConfig
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
@@ -126,10 +127,9 @@ class StepProfiler:
     Without `cuda`, it counts torch's operations instead of a GPU's kernels.
     """
 
-    def __init__(self, trace: Path, num_steps: int, *, cuda: bool) -> None:
-        self.kernels: tuple[Kernel, ...] = ()
+    def __init__(self, trace: Path, kernels: Path, num_steps: int, *, cuda: bool) -> None:
         self.parts: tuple[Part, ...] = ()
-        self._trace = trace
+        self._trace, self._kernels = trace, kernels
         self._num_steps = num_steps
         self._cuda = cuda
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
@@ -143,7 +143,9 @@ class StepProfiler:
             torch.cuda.synchronize()
             self._profile.stop()
             self._profile.export_chrome_trace(str(self._trace))
-            self.kernels = longest_kernels(self._profile.key_averages(), self._num_steps, cuda=self._cuda)
+            order = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
+            table = self._profile.key_averages().table(sort_by=order, row_limit=_NUM_KERNELS)
+            write_file(self._kernels, table, wait_for_disk=False)
             if self._cuda:
                 self.parts = parts_of_a_step(self._profile.events(), self._num_steps)
 
@@ -200,27 +202,6 @@ class Stopwatch:
         self._began = time.monotonic()
 
 
-def longest_kernels(events: Sequence[Any], num_steps: int, *, cuda: bool) -> tuple[Kernel, ...]:
-    """The kernels, or without `cuda` the processor's operations, that took longest, longest first.
-
-    `events` are torch's averages by name over `num_steps` steps (`FunctionEventAvg`), in microseconds.
-    """
-    device = DeviceType.CUDA if cuda else DeviceType.CPU
-    times = [
-        (event, event.self_device_time_total if cuda else event.self_cpu_time_total)
-        for event in events
-        # Annotations span kernels, which are counted themselves.
-        if event.device_type == device and not (cuda and event.is_user_annotation)
-    ]
-    total = sum(time for _, time in times)
-    longest = sorted(times, key=lambda entry: entry[1], reverse=True)[:_NUM_KERNELS]
-    return tuple(
-        Kernel(name=event.key, calls=event.count / num_steps, time_ms=time / num_steps / 1e3, share=time / total)
-        for event, time in longest
-        if time > 0
-    )
-
-
 def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
     """The time of a GPU's kernels by kind, and its idle time, longest first.
 
@@ -275,15 +256,6 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
     return tuple(ceilings)
 
 
-def _processor() -> str:
-    """The processor's name, which Python knows on few systems only."""
-    with suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as file:
-        for line in file:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return python_platform.machine()
-
-
 def describe_machine(platform: Platform) -> Machine:
     """Device, driver, versions, and the ceilings of its products."""
     driver = None
@@ -291,7 +263,7 @@ def describe_machine(platform: Platform) -> Machine:
     with suppress(OSError, RuntimeError):
         driver = ask_driver()[0] if platform.cuda else None
     return Machine(
-        device=platform.device_name if platform.cuda else _processor(),
+        device=platform.device_name if platform.cuda else python_platform.machine(),
         memory_gib=torch.cuda.get_device_properties(0).total_memory / 2**30 if platform.cuda else None,
         driver=driver,
         versions=tuple(library_versions()),

@@ -59,19 +59,6 @@ class Machine(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Kernel(JsonObject):
-    """A GPU's kernel, or an operation of torch on a CPU, in a profiled step."""
-
-    name: str
-    calls: float
-    """Per step."""
-    time_ms: float
-    """Per step, without what it calls."""
-    share: float
-    """Of all kernels' time, 0 to 1."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Part(JsonObject):
     """A part of a profiled GPU step: all kernels of a kind, or the time without any."""
 
@@ -97,30 +84,11 @@ class Measured(JsonObject):
     """Of every step; empty for the bare loop."""
     dtype: str
     """Of parameters and of products that are not in FP8: bfloat16 or float32."""
-    kernels: tuple[Kernel, ...]
-    """The longest, if steps were profiled."""
     parts: tuple[Part, ...]
     """The whole step of a GPU if it was profiled, the longest part first."""
     attended: float | None = None
     """Length of the document that a token is in, on average over the timed steps; null where documents see each
     other."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast(JsonObject):
-    """What `plan` predicts for a run."""
-
-    memory_gib: float
-    """Peak of torch's allocator on the GPU that needs most."""
-    tokens_per_s_per_gpu: float | None
-    """null if no speed is predicted."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainingDone(JsonObject):
-    """What a rank returns after training to the end; the run directory has everything else."""
-
-    max_steps: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,8 +126,6 @@ class Figures(JsonObject):
     """Mean seconds per step of each interval of all rounds."""
     step_time_s: float
     """Their median."""
-    fastest_step_s: float
-    slowest_step_s: float
     tokens_per_s_per_gpu: float
     """Of the median step."""
     tflops_per_gpu: float
@@ -173,7 +139,6 @@ class Figures(JsonObject):
     loss: float | None
     """Like the fields below, rank 0's in the first round; see `Measured`."""
     losses: tuple[float, ...]
-    kernels: tuple[Kernel, ...]
     parts: tuple[Part, ...]
     attended: float | None = None
 
@@ -195,8 +160,6 @@ class Row(JsonObject):
     memory_ratio: float | None = None
     loss_difference: float | None = None
     """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN if one is."""
-    forecast: Forecast | None
-    """None if it was not requested or not possible."""
 
 
 def kernel_kind(name: str) -> str:
@@ -229,8 +192,6 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         fp8_flops_share=fp8_share,
         step_times_s=times,
         step_time_s=step_time_s,
-        fastest_step_s=min(times),
-        slowest_step_s=max(times),
         tokens_per_s_per_gpu=tokens_per_s_per_gpu,
         tflops_per_gpu=tflops,
         mfu=None if attainable is None else tflops / attainable,
@@ -238,7 +199,6 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
         losses=first.losses,
-        kernels=first.kernels,
         parts=first.parts,
         attended=first.attended,
     )

@@ -249,14 +249,9 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
     key = "model.optim.sched.decay_steps"
     return [
-        run_dir_override(run_dir),
+        f"run_dir={hydra_quoted(str(run_dir))}",
         f"trainer.max_steps={steps}",
         # Fewer steps must not change the learning rates.
         *([] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]
-
-
-def run_dir_override(run_dir: Path) -> str:
-    """`run_dir=…` in Hydra's quotes."""
-    return f"run_dir={hydra_quoted(str(run_dir))}"

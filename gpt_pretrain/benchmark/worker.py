@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.benchmark.results import Failure, Forecast, MachineSeen, Measured, PlatformSeen, TrainingDone
+from gpt_pretrain.benchmark.results import Failure, MachineSeen, Measured, PlatformSeen
 from gpt_pretrain.benchmark.variants import PROFILED_STEPS
 from gpt_pretrain.config.derived import attended_length
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError
@@ -31,8 +31,7 @@ from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.run_spec import RunSpec
 
-TASK, OUTPUT, TRACE = "task.json", "output.txt", "trace.json.gz"
-WATCH_S = 2.0
+TASK, OUTPUT, TRACE, KERNELS = "task.json", "output.txt", "trace.json.gz", "kernels.txt"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +39,8 @@ class Task:
     """What a process is started for."""
 
     kind: str
-    """app or bare (see `Variant.loop`): train and measure; train: as `python -m gpt_pretrain` does; gemm: measure the
-    machine's products; platform: look up the machine; forecast: plan."""
+    """app or bare (see `Variant.loop`): train and measure; train: as `python -m gpt_pretrain` does; platform: look up
+    the machine; gemm: also measure its products."""
     overrides: list[str]
     config_name: str
     config_path: str
@@ -63,16 +62,6 @@ def _answer_path(task: Path, what: Literal["result", "failure"], rank: int) -> P
     return task.with_name(f"{what}.{rank}.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome[Result]:
-    """The end of a task."""
-
-    results: tuple[Result, ...] = ()
-    """One per rank, rank 0 first; empty if the task failed."""
-    problem: str | None = None
-    """Why the task failed, from the rank that failed first."""
-
-
 def run_task[Result: JsonObject](
     kind: str,
     result: type[Result],
@@ -82,11 +71,10 @@ def run_task[Result: JsonObject](
     overrides: Sequence[str],
     num_processes: int = 1,
     profiled: bool = False,
-    watch: Callable[[], None] | None = None,
-) -> Outcome[Result]:
-    """Runs a task in processes of its own, with its files in a new `folder`, and waits for them.
+) -> tuple[Result, ...]:
+    """Runs a task in processes of its own, with its files in a new `folder`; returns each rank's result, rank 0 first.
 
-    Meanwhile it calls `watch` every `WATCH_S` seconds.
+    Raises `RunError` with why the task failed, from the rank that failed first.
     """
     folder.mkdir(parents=True)
     path = folder / TASK
@@ -100,35 +88,30 @@ def run_task[Result: JsonObject](
         launched_unix=time.time(),
     )
     write_file(path, json.dumps(asdict(task), indent=2, ensure_ascii=False), wait_for_disk=False)
-    code = _run_processes(path, folder / OUTPUT, num_processes, watch)
+    code = _run_processes(path, folder / OUTPUT, num_processes)
     failures = _read_all(Failure, [_answer_path(path, "failure", rank) for rank in range(num_processes)])
     results = _read_all(result, [_answer_path(path, "result", rank) for rank in range(num_processes)])
     if failures:
-        return Outcome(problem=min(failures, key=lambda failure: failure.time_unix).problem)
+        raise RunError(min(failures, key=lambda failure: failure.time_unix).problem)
     if code or len(results) < num_processes:
         # torchrun writes which signal ended a rank.
         was_killed = code == -signal.SIGKILL or b"SIGKILL" in (folder / OUTPUT).read_bytes()
         why = " (SIGKILL: memory may have run out)" if was_killed else ""
-        return Outcome(problem=f"ended with exit code {code}{why}; what it printed: {folder / OUTPUT}")
-    return Outcome(tuple(results))
+        raise RunError(f"ended with exit code {code}{why}; what it printed: {folder / OUTPUT}")
+    return tuple(results)
 
 
 def _read_all[Result: JsonObject](kind: type[Result], paths: Sequence[Path]) -> list[Result]:
     return [kind.from_json(json.loads(path.read_text(encoding="utf-8"))) for path in paths if path.exists()]
 
 
-def _run_processes(task: Path, output: Path, num_processes: int, watch: Callable[[], None] | None) -> int:
+def _run_processes(task: Path, output: Path, num_processes: int) -> int:
     command = [*start_command(num_processes), "-m", "gpt_pretrain.benchmark.worker", str(task)]
     env = without_launcher(os.environ)
     with output.open("wb") as file:
         process = subprocess.Popen(command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
         try:
-            while True:
-                try:
-                    return process.wait(None if watch is None else WATCH_S)
-                except subprocess.TimeoutExpired:
-                    assert watch is not None
-                    watch()
+            return process.wait()
         except BaseException:
             # Only torchrun itself can end its ranks, which are sessions of their own.
             process.terminate()
@@ -152,7 +135,7 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
     config, platform = spec.config, spec.platform
     profiler = None
     if task.profiled and spec.launch.is_rank_zero:
-        profiler = StepProfiler(folder / TRACE, PROFILED_STEPS, cuda=platform.cuda)
+        profiler = StepProfiler(folder / TRACE, folder / KERNELS, PROFILED_STEPS, cuda=platform.cuda)
     watch = Stopwatch(config.benchmark, platform=platform, launched_unix=task.launched_unix, profiler=profiler)
     if task.kind == "bare":
         run_bare_loop(spec, watch.after_step)
@@ -168,44 +151,25 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
         loss=watch.loss,
         losses=watch.losses,
         dtype=params_dtype(spec).value,
-        kernels=() if profiler is None else profiler.kernels,
         parts=() if profiler is None else profiler.parts,
         attended=None if watch.squared_lengths is None else attended_length(watch.squared_lengths, step_tokens),
     )
 
 
-def forecast(config: Config) -> Forecast:
-    """Plans a run on `plan.num_gpus` of `plan.gpu`; raises `ConfigError` if that machine refuses it."""
-    from gpt_pretrain.plan.forecast import build_plan
-    from gpt_pretrain.plan.machine import platform_problems
-
-    problems = platform_problems(config)
-    if problems:
-        raise ConfigError(problems)
-    plan = build_plan(config)
-    return Forecast(
-        memory_gib=plan.memory.peak_gib,
-        tokens_per_s_per_gpu=None if plan.speed is None else plan.speed.run.tokens_per_s_per_gpu,
-    )
-
-
-def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | PlatformSeen | Forecast:
+def _do(task: Task, folder: Path, launch: Launch) -> Measured | PlatformSeen:
     config = task.load_config()
-    trains = task.kind in ("app", "bare", "train")
-    if trains and (problems := config_problems(config, launch)):
+    if task.kind not in ("gemm", "platform") and (problems := config_problems(config, launch)):
         raise ConfigError(problems)
     set_environment(config)
     prepare_libraries()
-    if task.kind == "forecast":
-        return forecast(config)
     from gpt_pretrain.features.resolve import build_run_spec, detect_platform
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
     install_cpu_device()
     platform = detect_platform()
-    if not trains:
-        if task.kind == "platform":
-            return PlatformSeen(platform=platform)
+    if task.kind == "platform":
+        return PlatformSeen(platform=platform)
+    if task.kind == "gemm":
         from gpt_pretrain.benchmark.measure import describe_machine
 
         return MachineSeen(platform=platform, machine=describe_machine(platform))
@@ -214,7 +178,8 @@ def _do(task: Task, folder: Path, launch: Launch) -> Measured | TrainingDone | P
         if task.kind != "train":
             return _measure_run(task, folder, spec)
         _train(spec)
-        return TrainingDone(max_steps=config.trainer.max_steps)
+        # The run directory has everything else.
+        return PlatformSeen(platform=platform)
     except Exception as error:
         from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
 

@@ -20,7 +20,7 @@ from rich.table import Table
 from rich.text import Text
 
 from gpt_pretrain.checkpoint.directory import complete_checkpoints, latest_checkpoint, step_of, unfinished_saves
-from gpt_pretrain.checkpoint.manifest import MANIFEST, Manifest, check_files, read_manifest
+from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifest
 from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.errors import ConfigError, UserError, format_bytes, reason, visible
@@ -40,7 +40,7 @@ class CheckpointArguments:
     """What the command takes, in this order also without the keys."""
 
     command: Task
-    """list: show step, time, size, layout and FP8 of each checkpoint; verify: compare every byte with its SHA-256."""
+    """list: show step, time, size and FP8 of each checkpoint; verify: compare every byte with its SHA-256."""
     path: str
     """A run's directory or its checkpoints/; for verify also one checkpoint."""
 
@@ -61,7 +61,7 @@ def show_list(path: Path) -> None:
     """Prints a run's checkpoints as a table, in the order in which they were saved."""
     directory = find_directory(path)
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    for name in ("step", "saved", "size", "layout", "fp8"):
+    for name in ("step", "saved", "size", "fp8"):
         table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=True)
     table.add_column("", overflow="fold")
     newest = latest_checkpoint(directory)
@@ -69,35 +69,18 @@ def show_list(path: Path) -> None:
         mark = Text("latest", style="bold green") if checkpoint == newest else Text()
         try:
             manifest = read_manifest(checkpoint)
-            described = _described(checkpoint, manifest)
-        except UserError as error:
-            table.add_row(str(step_of(checkpoint)), "", "", "", "", Text(str(error), style="bold red"))
+            fp8 = _fp8(manifest.config["model"])
+        except (UserError, LookupError, TypeError) as error:
+            why = str(error) if isinstance(error, UserError) else f"{MANIFEST} describes no run ({reason(error)})"
+            table.add_row(str(step_of(checkpoint)), "", "", "", Text(why, style="bold red"))
             continue
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
-        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), *described, mark)
+        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), fp8, mark)
     # A pipe has no width: whole lines, for grep and awk.
     console = console_of_width(200)
     console.print(table)
     for left in unfinished_saves(directory):
         console.print(f"{left.name}: a save that did not end; the next one removes it", markup=False)
-
-
-def _described(path: Path, manifest: Manifest) -> tuple[str, str]:
-    try:
-        return _layout(manifest.layout), _fp8(manifest.config["model"])
-    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
-        raise UserError(f"{path / MANIFEST} describes no run ({reason(error)})") from error
-
-
-def _layout(layout: Mapping[str, str]) -> str:
-    """How a checkpoint was spread over ranks: "8 ranks: TP2 PP2 DP2, distributed optimizer"."""
-    ranks = int(layout["processes"])
-    keys = {"TP": "tensor_model", "PP": "pipeline_model", "CP": "context"}
-    sizes = {name: int(layout[f"model.{key}_parallel_size"]) for name, key in keys.items()}
-    sizes["DP"] = ranks // (sizes["TP"] * sizes["PP"] * sizes["CP"])
-    spread = " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1)
-    distributed = ", distributed optimizer" if layout["model.use_distributed_optimizer"] == "true" else ""
-    return (f"{ranks} ranks: {spread}" if ranks > 1 else "1 rank") + distributed
 
 
 def _fp8(model: Mapping[str, Any]) -> str:

@@ -3,27 +3,24 @@ sooner does it reach the same loss?
 
 It takes every argument of python -m gpt_pretrain, trains each of
 compare.variants with compare.seeds seeds, and compares them with the first.
-trainer.devices is the number of processes of each run; hydra/launcher=slurm
-submits each run as a job. Started again with the same run_dir, the command
-continues: finished runs are not trained again.
+trainer.devices is the number of processes of each run. Started again with the
+same run_dir, the command continues: finished runs are not trained again.
 
 runs=[…] trains nothing and reads finished or running runs: our run directories,
-the output of Megatron-LM, NeMo or torchtitan, TensorBoard's event files, and
-tables exported by W&B or MLflow. The first is the baseline.
+or a folder of them such as a sweep's, the output of Megatron-LM or torchtitan,
+and TensorBoard's event files. The first is the baseline.
 
 It prints a table and a verdict on each variant, and writes compare.json and
 compare.html to run_dir.
 
 Exit codes: 0 compared; 1 a variant failed, and the others are compared;
 4 compare.max_loss_gap or compare.min_speedup is missed, or cannot be shown;
-75 Slurm jobs are not done: start it again; 2 a mistake in what was given;
-130 Ctrl-C.
+2 a mistake in what was given; 130 Ctrl-C.
 
 Examples:
     python -m gpt_pretrain.compare experiment=gpt2_124m_1gpu \
         compare.variants=[bf16,fp8_delayed] compare.seeds=3 run_dir=outputs/fp8
-    python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8]
-    python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,wandb-export.csv]
+    python -m gpt_pretrain.compare runs=[outputs/a,megatron.log,tb_events]
     python -m gpt_pretrain.compare runs=[outputs/bf16,outputs/fp8] \
         compare.max_loss_gap=0.5% compare.min_speedup=1.2
 """  # noqa: D205
@@ -35,22 +32,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
 from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
 from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.comparison import Comparison, save_comparison
-from gpt_pretrain.compare.page import table_of_variants, write_page
+from gpt_pretrain.compare.console import print_comparison
+from gpt_pretrain.compare.page import write_page
 from gpt_pretrain.compare.sources import read_run_dir, read_runs
 from gpt_pretrain.config.errors import ConfigError, visible
-from gpt_pretrain.config.keys import is_known
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
-from gpt_pretrain.launch.signals import REQUEUE
-from gpt_pretrain.report.columns import format_share
 from gpt_pretrain.report.console import console_of_width
 
 # These load Hydra, as training does; reading finished runs does without.
@@ -61,14 +52,6 @@ if TYPE_CHECKING:
 FAILED, GATE_MISSED = 1, 4
 # Of a line in a log; a terminal has its own width.
 _WIDTH = 120
-_NUM_TENSORS = 3
-_STYLES = {
-    "as_good": "bold green",
-    "better": "bold green",
-    "worse": "bold red",
-    "cannot_tell": "bold yellow",
-    "not_comparable": "bold red",
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,7 +59,7 @@ class FinishedRuns:
     """The command's arguments when it trains nothing."""
 
     runs: list[str]
-    """Directories of runs, and logs; the first is the baseline."""
+    """Directories of runs, folders of such, and logs; the first is the baseline."""
     run_dir: str | None = None
     """Where compare.json and compare.html go; null: outputs/DATE/TIME_compare."""
     compare: GateConfig = field(default_factory=lambda: GateConfig(max_loss_gap=None, min_speedup=None))
@@ -101,19 +84,14 @@ def train_and_compare(request: "Request", config: Config, command: str) -> int:
 
     check_run_dir(config, "a comparison")
     run_dir = make_run_dir(config.run_dir, config.name)
-    trained = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
-    runs = [
-        replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant.name, role=run.role, seed=run.seed)
-        for run, state in trained
-        if state == "finished"
-    ]
-    states = {state for _, state in trained}
-    code = FAILED if "failed" in states else REQUEUE if "waiting" in states else 0
-    finished = {run.variant for run in runs if run.role == "seed"}
-    baseline = trained[0][0].variant.name
-    if baseline not in finished or len(finished) == 1:
-        sys.stdout.write(f"nothing to compare yet: {visible(baseline)} and another variant have to be finished\n")
+    finished = train_variants(config, request.loader.source, request.overrides, run_dir, console_of_width(_WIDTH))
+    variants = config.compare.variants
+    code = 0 if len(finished) == len(variants) * config.compare.seeds else FAILED
+    names = {run.variant for run in finished}
+    if variants[0] not in names or len(names) == 1:
+        sys.stdout.write(f"nothing to compare yet: {visible(variants[0])} and another variant have to be finished\n")
         return code
+    runs = [replace(read_run_dir(run.run_dir), name=run.name, variant=run.variant, seed=run.seed) for run in finished]
     published = _publish(compare_runs(runs, command=command, gate=read_gate(config.compare)), run_dir)
     return code or published
 
@@ -126,70 +104,24 @@ def _publish(comparison: Comparison, directory: Path) -> int:
     return GATE_MISSED if comparison.gate is not None and comparison.gate.missed else 0
 
 
-def print_comparison(comparison: Comparison, console: Console) -> None:
-    """Prints a comparison: what cannot be compared, the table, the verdicts, the gate."""
-
-    def say(line: str, style: str) -> None:
-        # As text: the names of logs and variants may look like rich's markup.
-        console.print(Text(line, style=style))
-
-    for each in comparison.obstacles:
-        values = f"{each.key} is {each.value}, {comparison.baseline}'s is {each.baseline_value}"
-        say(f"{each.run} cannot be compared with {comparison.baseline}: {values}", "bold red")
-    for line in comparison.unchecked:
-        say(line, "yellow")
-    headings, rows = table_of_variants(comparison)
-    table = Table(title=Text(f"against {comparison.baseline}"), title_justify="left", show_edge=False)
-    for index, heading in enumerate(headings):
-        table.add_column(heading, justify="right" if index else "left", overflow="ellipsis" if index else "fold")
-    for row in rows:
-        table.add_row(*map(Text, row))
-    console.print(table)
-    for figures in comparison.figures:
-        for tensor in figures.hurts[:_NUM_TENSORS]:
-            shares = f"{format_share(tensor.saturated)} saturated, {format_share(tensor.flushed)} flushed to zero"
-            say(f"{figures.variant}: {tensor.layer} {tensor.tensor}: {shares}", "dim")
-    for answer in comparison.answers:
-        say(answer.sentence, _STYLES[answer.judgement])
-        for reason in answer.reasons:
-            if reason not in answer.sentence:
-                say(f"  {reason}", "dim")
-    if comparison.gate is not None:
-        for missed in comparison.gate.missed:
-            say(f"gate: {missed}", "bold red")
-        if not comparison.gate.missed:
-            say("gate: passed", "bold green")
-
-
-def _refuse_runs_without_key(arguments: Sequence[str], groups: Sequence[str]) -> None:
-    """Refuses runs given without a key, or with one that only resembles `runs`."""
-    problems = [
-        f"{argument}: finished runs are given as runs={value or '[…]'}; write that, without any training arguments"
-        for argument in arguments
-        for key, _, value in [argument.lstrip("+").partition("=")]
-        if key == "run" and not value.startswith("{")
-    ]
-    names = [word for word in arguments if "=" in word or is_known(word) or word in groups or not word.strip()]
-    if arguments and not names:
-        problems.append(f"{' '.join(arguments)} are given without a key; write runs=[{','.join(arguments)}]")
-    if problems:
-        raise ConfigError(problems)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs a command line (`sys.argv` when not given) and returns the exit code."""
     given = sys.argv[1:] if arguments is None else arguments
     command = shlex.join(["python", "-m", "gpt_pretrain.compare", *given])
-    if any(argument.lstrip("+-").partition("=")[0] == "runs" for argument in given):
+    keys = {argument.lstrip("+-").partition("=")[0] for argument in given}
+    # Also logs and directories without a key, and a slip in it, so that the message tells the key.
+    if keys & {"runs", "run"} or (given and not any("=" in word or word.startswith("-") for word in given)):
         return run_with_arguments(__doc__, FinishedRuns, lambda each: compare_finished(each, command), given)
-    from gpt_pretrain.compare.planned import compare_problems
+    from gpt_pretrain.compare.training import compare_problems
 
     def train(request: "Request", jobs: "Sequence[Job]", launch: Launch) -> int:
         return train_and_compare(request, jobs[0].config, command)
 
     def refuse(request: "Request", launch: Launch) -> None:
         refuse_launcher_and_sweep(request, launch, "a comparison", "compare.variants")
-        _refuse_runs_without_key(request.overrides, request.loader.groups())
+        if launchers := [word for word in request.overrides if word.lstrip("+").startswith("hydra/launcher=")]:
+            problem = f"{launchers[0]}: a comparison trains its runs here, one after another"
+            raise ConfigError([f"{problem}; train them as a sweep (-m), and compare them by runs=[…]"])
 
     return run_with_config(__doc__, train, given, rules=compare_problems, refuse=refuse, name="compare")
 

@@ -23,20 +23,19 @@ from gpt_pretrain.compare.comparison import (
     Gate,
     Interval,
     Judgement,
-    NoiseSource,
     Obstacle,
     OutOfRangeTensor,
     RunRecord,
     TimeToLoss,
 )
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
-from gpt_pretrain.compare.intervals import CONFIDENCE, NUM_BATCHES
+from gpt_pretrain.compare.intervals import CONFIDENCE
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
-_NUM_TENSORS = 10
+_NUM_TENSORS = 5
 
 METHODS = (
     f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "
@@ -45,9 +44,6 @@ METHODS = (
     "share their seeds, Welch's otherwise, with one side's variance where the other has one run. They assume that "
     "the logarithms of different seeds are normal and independent. Several variants of the same seeds count as equally "
     "noisy: the noise is what neither variant nor seed explains, in all of them together (randomized blocks).",
-    "With one seed, the noise is the baseline's distance from its own repeat with other microbatches, by batch means "
-    f"over {NUM_BATCHES} windows of the second half. It holds rounding, not what another seed would change, and is "
-    "too small where differences last longer than a window.",
     "Time to loss is the GPU time at which the smoothed loss first reaches a level, by linear interpolation, without "
     "validation, checkpoints and warm-up; ratios are of geometric means.",
     f"A gap whose whole interval lies below {100 * ALLOWED_GAP:g}%, or below compare.max_loss_gap, is as good, below "
@@ -71,32 +67,25 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
     variants = list(dict.fromkeys(run.variant for run in runs))
     baseline = variants[0]
     if len(variants) == 1:
-        of_several = f", whose {len(runs)} runs differ only in seeds or microbatches" if len(runs) > 1 else ""
+        of_several = f", whose {len(runs)} runs differ only in seeds" if len(runs) > 1 else ""
         raise UserError(f"there is only one variant, {baseline}{of_several}; add a run with other settings")
     runs = sorted(runs, key=lambda run: variants.index(run.variant))
 
-    def of(variant: str, role: str = "seed") -> list[RunRecord]:
-        return [run for run in runs if run.variant == variant and run.role == role]
+    def of(variant: str) -> list[RunRecord]:
+        return [run for run in runs if run.variant == variant]
 
     allowed = ALLOWED_GAP if gate is None or gate.max_loss_gap is None else gate.max_loss_gap
     obstacles = find_obstacles(runs)
     found = {
         variant: [each for each in obstacles if each.run in {run.name for run in of(variant)}] for variant in variants
     }
-    repeats = of(baseline, "repeat")
     answers = []
     for variant in variants[1:]:
         if found[variant]:
             answers.append(_not_comparable(variant, baseline, found[variant]))
             continue
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
-        answer = _compare_variant(of(variant), of(baseline), repeats, beside, allowed=allowed)
-        unused = [*of(variant, "repeat"), *(repeats if answer.noise_from in ("paired seeds", "seeds") else ())]
-        if unused:
-            names = ", ".join(run.name for run in unused)
-            why = "a second run of a seed counts for the baseline alone, and where each variant has one seed"
-            answer = replace(answer, reasons=(*answer.reasons, f"left out: {names}; {why}"))
-        answers.append(answer)
+        answers.append(_compare_variant(of(variant), of(baseline), beside, allowed=allowed))
     if gate is not None:
         gate = replace(gate, missed=tuple(problem for answer in answers for problem in _missed(answer, gate)))
     return Comparison(
@@ -113,7 +102,6 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
         answers=tuple(answers),
         methods=METHODS,
         gate=gate,
-        verdict="\n".join(answer.sentence for answer in answers),
     )
 
 
@@ -127,15 +115,13 @@ def _not_comparable(variant: str, baseline: str, found: Sequence[Obstacle]) -> A
 def _compare_variant(
     ours: Sequence[RunRecord],
     theirs: Sequence[RunRecord],
-    repeats: Sequence[RunRecord],
     beside: Sequence[Sequence[RunRecord]],
     *,
     allowed: float,
 ) -> Answer:
     """Compares a variant's runs with the baseline's.
 
-    `repeats` are the baseline's runs with other microbatches. `beside` are the runs of each other comparable variant,
-    which help to estimate the noise.
+    `beside` are the runs of each other comparable variant, which help to estimate the noise.
     """
     variant, baseline = ours[0].variant, theirs[0].variant
     rates = [_mean([run.tokens_per_s_per_gpu for run in side]) for side in (ours, theirs)]
@@ -149,7 +135,7 @@ def _compare_variant(
             text = f"{variant} trains worse than {baseline}: {why}"
             return replace(answer, judgement="worse", sentence=text, reasons=(why,))
     try:
-        pair = Pair(ours, theirs, [run for run in repeats if not diverged(run)], beside)
+        pair = Pair(ours, theirs, beside)
     except Incomparable as reason:
         return _unable(answer, baseline, str(reason), "run longer, or log more often")
     reasons = []
@@ -173,7 +159,7 @@ def _compare_variant(
 
 def _with_sentence(answer: Answer, gap: Interval, baseline: str, allowed: float) -> Answer:
     pace, is_sooner = _pace(answer.times, baseline, answer.final_losses[1])
-    loss = f"final loss {_gap_text(gap, answer.noise_from)}"
+    loss = f"final loss {_gap_text(gap)}"
     if answer.judgement != "cannot_tell":
         verb = {"as_good": "trains as well as", "better": "trains better than", "worse": "trains worse than"}
         start = f"{answer.variant} {verb[answer.judgement]} {baseline}"
@@ -197,15 +183,14 @@ def _percent(share: float) -> Decimal:
     return Decimal(f"{round(100 * share, 4) + 0.0:.2g}")
 
 
-def _gap_text(gap: Interval, source: NoiseSource) -> str:
+def _gap_text(gap: Interval) -> str:
     """A relative gap with its sign: +0.21%, -1.5%, +120%, +0%."""
     value = f"{_percent(gap.value):+f}%"
     if gap.low is None or gap.high is None:
         return value
     width = f"±{_percent((gap.high - gap.low) / 2):f}%"
     if gap.low <= 0 <= gap.high:
-        noise = "the baseline against itself" if source == "microbatches" else "seeds"
-        return f"{value}, within the noise of {noise} ({width})"
+        return f"{value}, within the noise of seeds ({width})"
     return f"{value} ({width})"
 
 

@@ -15,7 +15,7 @@ from gpt_pretrain.config.keys import schema_keys
 _PATHS = frozenset(
     {"model.data.data_prefix", "model.data.validation_prefix", "model.data.text_files", "model.tokenizer.model"}
 )
-SEED, MICROBATCH = "model.seed", "model.micro_batch_size"
+SEED = "model.seed"
 # These change neither losses nor times.
 _PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")
 
@@ -35,12 +35,12 @@ def _comparable(key: str, value: str) -> str:
 
 
 def _settings_of(run: RunRecord) -> dict[str, str]:
-    return {each.key: each.value for each in run.configuration if not each.key.startswith(_PLACES)}
+    return {key: value for key, value in run.configuration.items() if not key.startswith(_PLACES)}
 
 
 def variant_settings(run: RunRecord) -> dict[str, str]:
-    """What makes one of our runs a variant: all settings except seed and microbatch size."""
-    return {key: value for key, value in _settings_of(run).items() if key not in (SEED, MICROBATCH)}
+    """What makes one of our runs a variant: all settings except the seed."""
+    return {key: value for key, value in _settings_of(run).items() if key != SEED}
 
 
 def find_obstacles(runs: Sequence[RunRecord]) -> list[Obstacle]:
@@ -70,7 +70,7 @@ def find_unchecked(runs: Sequence[RunRecord]) -> Iterator[str]:
     """What must be equal and some runs do not state."""
     silent: dict[str, list[str]] = {}
     for run in runs:
-        missing = [what for what, keys in identity().items() if all(run.setting(key) is None for key in keys)]
+        missing = [what for what, keys in identity().items() if not run.configuration.keys() & set(keys)]
         if missing:
             silent.setdefault(", ".join(missing), []).append(run.name)
     for what, names in silent.items():

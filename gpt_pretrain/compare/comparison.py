@@ -9,27 +9,24 @@ are the strings "nan", "inf" and "-inf", as in `metrics.jsonl`.
 """
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import read_foreign_json, write_file
+from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.report.records import Fp8Record
 
-VERSION = 1
+VERSION = 2
 FILE_NAME = "compare.json"
-# Of a hundred runs; one with FP8 statistics has up to 300,000.
-_MOST_VALUES = 30_000_000
 
-Format = Literal["gpt_pretrain", "megatron", "nemo", "torchtitan", "tensorboard", "wandb", "mlflow", "csv"]
-"""What wrote the metrics: this application, a code whose output was saved, event files, exported tables."""
-Role = Literal["seed", "repeat"]
-"""seed: a run that counts; repeat: the baseline again with the same seed and other microbatches, for the noise."""
+Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard"]
+"""What wrote the metrics: this application, a code whose output was saved, event files."""
 Judgement = Literal["as_good", "better", "worse", "cannot_tell", "not_comparable"]
 """Of the final loss, against the baseline and the allowed gap."""
-NoiseSource = Literal["paired seeds", "seeds", "microbatches", "none"]
+NoiseSource = Literal["paired seeds", "seeds", "none"]
 """What an interval's width comes from; `statistics` has the methods."""
 
 
@@ -47,22 +44,13 @@ class Curve(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting(JsonObject):
-    """One key of a run's configuration, under our name if we have one for it."""
-
-    key: str
-    value: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord(JsonObject):
     """One run, as read from its directory or its log."""
 
     name: str
     """Unique: the variant, and the seed if the variant has several runs."""
     variant: str
-    """Runs of one variant differ only in their seeds, and a repeat in its microbatches."""
-    role: Role
+    """Runs of one variant differ only in their seeds."""
     seed: int | None
     source: str
     """The directory or file."""
@@ -82,14 +70,11 @@ class RunRecord(JsonObject):
     """Share of the matrix products' FLOPs that ran in FP8, 0 to 1."""
     fp8: tuple[Fp8Record, ...]
     """Statistics of FP8 tensors at the steps that logged them."""
-    configuration: tuple[Setting, ...]
+    configuration: Mapping[str, str]
+    """Values by key, under our names where we have one."""
     versions: str | None = None
     """Python and libraries."""
     command: str | None = None
-
-    def setting(self, key: str) -> str | None:
-        """The value of a key, if known."""
-        return next((setting.value for setting in self.configuration if setting.key == key), None)
 
     @property
     def tokens_per_s_per_gpu(self) -> float | None:
@@ -143,7 +128,6 @@ class Figures(JsonObject):
 
     variant: str
     num_runs: int
-    """Runs with role seed."""
     last_loss: float | None
     """Mean of the last 5% of the logged losses of all runs; runs of different lengths end at different steps."""
     tokens_per_s_per_gpu: float | None
@@ -162,8 +146,6 @@ class GapCurve(JsonObject):
     """The relative gap between smoothed losses during training; positive if the variant's loss is higher."""
 
     steps: tuple[int, ...] = ()
-    tokens: tuple[int, ...] = ()
-    """Empty if unknown."""
     gaps: tuple[float, ...] = ()
     lows: tuple[float, ...] = ()
     """Lower ends of the confidence interval; empty if the noise is unknown."""
@@ -245,8 +227,6 @@ class Comparison(JsonObject):
     methods: tuple[str, ...]
     """How the figures were computed: smoothing, intervals and their assumptions."""
     gate: Gate | None
-    verdict: str
-    """The answers' sentences, one per line."""
 
 
 def save_comparison(comparison: Comparison, directory: Path) -> Path:
@@ -266,18 +246,3 @@ def write_result(path: Path, text: str) -> Path:
     except OSError as error:
         raise UserError(f"{path} cannot be written: {error.strerror or error}; give another run_dir") from error
     return path
-
-
-def load_comparison(path: Path) -> Comparison:
-    """Reads what `save_comparison` wrote.
-
-    Raises:
-        UserError: The file is missing, damaged, or of another version.
-    """
-    try:
-        values = read_foreign_json(path, _MOST_VALUES)
-        if values.get("version") != VERSION:
-            raise ValueError(f"expected version={VERSION}")
-        return Comparison.from_json(values)
-    except (FileNotFoundError, ValueError) as error:
-        raise UserError(f"{path} is not a {FILE_NAME} of this version: {error}; compare the runs again") from error

@@ -9,13 +9,11 @@ from statistics import fmean, geometric_mean
 
 from gpt_pretrain.compare.comparison import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
 from gpt_pretrain.compare.intervals import (
-    NUM_BATCHES,
     Estimate,
     Smoothed,
     difference,
     grid_between,
     interpolate,
-    noise_of,
 )
 
 # Share of the compared tokens that a smoothed loss averages over.
@@ -68,10 +66,9 @@ class Pair:
         self,
         ours: Sequence[RunRecord],
         theirs: Sequence[RunRecord],
-        repeats: Sequence[RunRecord],
         beside: Sequence[Sequence[RunRecord]],
     ) -> None:
-        everyone = [*ours, *theirs, *repeats]
+        everyone = [*ours, *theirs]
         with_tokens = all(run.training.tokens for run in everyone)
 
         def positions_of(run: RunRecord) -> tuple[int, ...]:
@@ -98,8 +95,7 @@ class Pair:
             return _Curve(run=run, positions=where, smoothed=Smoothed(points, WINDOW * last))
 
         self.ours, self.theirs = [curve(run) for run in ours], [curve(run) for run in theirs]
-        self.repeats = [curve(run) for run in repeats]
-        curves = [*self.ours, *self.theirs, *self.repeats]
+        curves = [*self.ours, *self.theirs]
         self.start = max(each.smoothed.start for each in curves)
         self.end = min(each.smoothed.end for each in curves)
         if self.end <= self.start:
@@ -116,16 +112,6 @@ class Pair:
             if covers and _seeds(runs) == _seeds(ours) and not any(map(diverged, runs)):
                 with suppress(Incomparable):
                     self.beside.append(sorted(map(curve, runs), key=_Curve.seed))
-        self.noise = self._noise_of_repeat()
-
-    def _noise_of_repeat(self) -> float | None:
-        """The baseline's noise against itself; None if there is no repeat, or seeds tell the noise."""
-        if not self.repeats or len(self.ours) > 1 or len(self.theirs) > 1:
-            return None
-        again = self.repeats[0].smoothed
-        middle = (self.start + self.end) / 2
-        windows = grid_between(middle, self.end, NUM_BATCHES)
-        return noise_of([math.log(again.at(x) / self.theirs[0].smoothed.at(x)) for x in windows])
 
     @property
     def noise_from(self) -> NoiseSource:
@@ -134,15 +120,14 @@ class Pair:
             return "paired seeds"
         if len(self.ours) > 1 or len(self.theirs) > 1:
             return "seeds"
-        return "none" if self.noise is None else "microbatches"
+        return "none"
 
     def gap_at(self, x: float) -> Estimate:
         """The logarithm of the ratio of losses at a position."""
         ours, theirs, *beside = (
             [math.log(each.smoothed.at(x)) for each in side] for side in (self.ours, self.theirs, *self.beside)
         )
-        estimate = difference(ours, theirs, paired=self.paired, beside=beside)
-        return replace(estimate, half_width=self.noise) if self.noise is not None else estimate
+        return difference(ours, theirs, paired=self.paired, beside=beside)
 
     def final_losses(self) -> tuple[float, float]:
         """Geometric means of ours and theirs at the end."""
@@ -160,7 +145,6 @@ class Pair:
         steps = [round(interpolate(self.theirs[0].positions, run.steps, x)) for x in where]
         return GapCurve(
             steps=tuple(steps),
-            tokens=tuple(round(x) for x in where) if self.theirs[0].positions is run.tokens else (),
             gaps=tuple(gap.value for gap in gaps),
             lows=tuple(gap.low for gap in gaps if gap.low is not None),
             highs=tuple(gap.high for gap in gaps if gap.high is not None),
@@ -191,24 +175,12 @@ class Pair:
             return None
         beside = [known for side in self.beside if (known := times(side)) is not None]
         estimate = difference(theirs, ours, paired=self.paired, beside=beside)
-        if self.noise is not None:
-            estimate = replace(estimate, half_width=self._noise_of_time(self.noise, level, grid))
         return TimeToLoss(
             loss=level,
             baseline_gpu_s=math.exp(fmean(theirs)),
             gpu_s=math.exp(fmean(ours)),
             speedup=ratio(estimate),
         )
-
-    def _noise_of_time(self, noise: float, level: float, grid: Sequence[float]) -> float | None:
-        """The loss's noise as noise of the time: how much later a run reaches a loss that is lower by the noise."""
-        curve = self.theirs[0]
-        x = curve.smoothed.first_at(level, grid)
-        assert x is not None
-        before = max(self.start, x - 0.2 * (self.end - self.start))
-        fall = math.log(curve.smoothed.at(before) / curve.smoothed.at(x))
-        later = math.log(curve.gpu_seconds_at(x) / curve.gpu_seconds_at(before))
-        return noise * later / fall if fall > 0 else None
 
 
 def relative(gap: Estimate) -> Interval:

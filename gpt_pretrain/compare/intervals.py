@@ -1,4 +1,4 @@
-"""The statistics of a comparison: smoothing, Student's t intervals, and the noise of a run against itself.
+"""The statistics of a comparison: smoothing and Student's t intervals.
 
 Losses and times are compared as logarithms. Their difference is the logarithm of a ratio, so a gap of 1% means the same
 at a loss of 3 and of 9, and the interval of a ratio never reaches zero. All intervals are two-sided and assume that the
@@ -8,7 +8,6 @@ logarithms of the runs' values are independent and normal. No p-value is compute
                                                   with further variants of these seeds, randomized blocks (Fisher 1935)
     several seeds on both sides, different ones   Welch's t (Welch 1947), which lets both sides vary differently
     several seeds on one side                     Student's t with that side's variance for both
-    one seed, and a repeat of the baseline        batch means (Conway 1963) of the repeat's loss over the baseline's
 """
 
 import math
@@ -20,8 +19,6 @@ from itertools import pairwise
 from statistics import NormalDist, fmean, variance
 
 CONFIDENCE = 0.95
-# Windows of a repeat's second half whose mean differences count as independent.
-NUM_BATCHES = 10
 # Of Simpson's rule; even.
 _NUM_PARTS = 512
 
@@ -97,15 +94,6 @@ def difference(
     # Welch and Satterthwaite's degrees of freedom.
     freedom = sum(shares) ** 2 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, sides, strict=True))
     return Estimate(value=value, half_width=t_quantile(CONFIDENCE, freedom) * math.sqrt(sum(shares)))
-
-
-def noise_of(differences: Sequence[float]) -> float:
-    """How far a run is from its repeat: the half width for one difference whose true value is zero.
-
-    `differences` has one per window and counts them as independent. If they last longer than a window, the noise comes
-    out too small.
-    """
-    return t_quantile(CONFIDENCE, len(differences)) * math.sqrt(fmean(each * each for each in differences))
 
 
 class Smoothed:

@@ -1,22 +1,21 @@
 """From a log's points to a run's record: tokens, GPU-seconds, rates, and bounds on what is read."""
 
 import math
-import stat
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from gpt_pretrain.compare.comparison import Curve, Format, RunRecord, Setting
+from gpt_pretrain.compare.comparison import Curve, Format, RunRecord
 from gpt_pretrain.compare.intervals import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
+from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.report.columns import printable
 from gpt_pretrain.report.records import Fp8Record
 
-# Logs are not to be trusted: files beyond these are refused, not read.
+# Logs are not to be trusted: files beyond this are refused, not read.
 MAX_BYTES = 1 << 29
-MAX_POINTS = 1_000_000
 # Of a curve in the document; neighbors in longer ones are averaged.
 KEPT_POINTS = 5_000
 _MAX_TEXT = 1_000
@@ -57,21 +56,16 @@ class Series:
     starts: list[int] = field(default_factory=list)
     """Steps after which a process started; the next point includes its warm-up."""
 
-    def add(self, point: Point, place: str) -> None:
-        """Adds a point; one at an earlier step, where a run resumed, replaces everything from there on.
-
-        Raises `UserError` beyond `MAX_POINTS`.
-        """
+    def add(self, point: Point) -> None:
+        """Adds a point; one at an earlier step, where a run resumed, replaces everything from there on."""
         if self.points and point.step <= self.points[-1].step:
             while self.points and self.points[-1].step >= point.step:
                 self.points.pop()
             self.starts.append(point.step - 1)
         self.points.append(point)
-        if len(self.points) > MAX_POINTS:
-            raise UserError(f"{place}: more than {MAX_POINTS:,} logged steps; log fewer, or cut the file")
 
     def build(self) -> RunRecord:
-        """The record; comparing it with other runs later gives it its name, variant and role."""
+        """The record; comparing it with other runs later gives it its name and variant."""
         tokens = self._tokens()
         rates = self._gpu_s_per_step(tokens)
         steps = tuple(point.step for point in self.points)
@@ -89,19 +83,18 @@ class Series:
         return RunRecord(
             name=_shown(self.label),
             variant="",
-            role="seed",
             seed=read_seed(self.settings),
             source=self.source,
             format=self.format,
             state="finished" if self.max_steps is not None and steps[-1] >= self.max_steps else "end unknown",
             num_gpus=self.num_gpus,
-            training=thinned(training),
+            training=thinned(training, KEPT_POINTS),
             validation=validated(self.validation, training),
             tokens_per_s=per_s,
             memory_gib=self.memory_gib,
             skipped_steps=self.skipped_steps,
             fp8=(),
-            configuration=as_settings(self.settings),
+            configuration=as_configuration(self.settings),
         )
 
     def _tokens(self) -> tuple[int, ...]:
@@ -158,9 +151,9 @@ def _shown(text: str) -> str:
     return printable(text[:_MAX_TEXT]) + ("…" if len(text) > _MAX_TEXT else "")
 
 
-def as_settings(values: Mapping[str, str]) -> tuple[Setting, ...]:
-    """Settings in the document's form."""
-    return tuple(Setting(key=_shown(key), value=_shown(value)) for key, value in values.items())
+def as_configuration(settings: Mapping[str, str]) -> dict[str, str]:
+    """Settings as a record holds them."""
+    return {_shown(key): _shown(value) for key, value in settings.items()}
 
 
 def previous_step(steps: Sequence[int]) -> int:
@@ -196,9 +189,9 @@ def validated(losses: Mapping[int, float], training: Curve) -> Curve:
     )
 
 
-def thinned(curve: Curve) -> Curve:
-    """At most `KEPT_POINTS` points, each the mean loss of as many neighbors at the last one's step."""
-    per_point = math.ceil(len(curve.steps) / KEPT_POINTS)
+def thinned(curve: Curve, num_points: int) -> Curve:
+    """At most `num_points` points, each the mean loss of as many neighbors at the last one's step."""
+    per_point = math.ceil(len(curve.steps) / num_points)
     if per_point <= 1:
         return curve
     ends = [*range(per_point, len(curve.steps), per_point), len(curve.steps)]
@@ -227,8 +220,7 @@ def check_size(path: Path) -> None:
     """Raises `UserError` for what cannot be read, is too large, or is no file: reading a pipe would block."""
     try:
         status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise UserError(f"{path} cannot be read: it is not a regular file; write it to one")
+        check_regular(path, status)
         path.open("rb").close()
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror or error}") from error

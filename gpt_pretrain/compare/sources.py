@@ -1,29 +1,28 @@
 """Where runs come from: any directory or file, recognized by its content, never by its name.
 
-    directory   metrics.jsonl: one of our runs; compare.json: a comparison's runs; event files: one run per folder
-    file        a copy of metrics.jsonl or compare.json, one event file, the output of Megatron-LM, NeMo or torchtitan,
-                an exported table
+    directory   metrics.jsonl: one of our runs, or a folder of them; event files: one run per folder
+    file        a copy of metrics.jsonl, one event file, the output of Megatron-LM or torchtitan
 
-Then each run gets a name, and our runs that differ only in seed or microbatch size become one variant. Our own runs,
+Then each run gets a name, and our runs that differ only in the seed become one variant. Our own runs,
 finished or not, are read here. Their configuration is read as plain values because earlier versions had other keys.
 """
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
 
 import yaml
 
 from gpt_pretrain.compare.comparability import variant_settings
-from gpt_pretrain.compare.comparison import FILE_NAME, Curve, RunRecord, load_comparison
+from gpt_pretrain.compare.comparison import Curve, RunRecord
 from gpt_pretrain.compare.console_logs import read_console_log
+from gpt_pretrain.compare.event_files import MAX_DEPTH, find_event_files, read_event_files
 from gpt_pretrain.compare.series import (
+    KEPT_POINTS,
     accumulated,
-    as_settings,
+    as_configuration,
     check_size,
     read_number,
     read_seed,
@@ -31,9 +30,8 @@ from gpt_pretrain.compare.series import (
     thinned_records,
     validated,
 )
-from gpt_pretrain.compare.tables import MAX_DEPTH, find_event_files, read_event_files, read_table
 from gpt_pretrain.config.choices import Fp8Backend
-from gpt_pretrain.config.errors import UserError, list_argument, show
+from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
@@ -41,14 +39,9 @@ from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
-_FILES = (
-    "metrics.jsonl, compare.json, a TensorBoard event file, the output of Megatron-LM, NeMo or torchtitan, or a table "
-    "that W&B or MLflow exported as CSV"
-)
+_FILES = "metrics.jsonl, a TensorBoard event file, or the output of Megatron-LM or torchtitan"
 _METRICS = "metrics.jsonl"
-# Runs that a message suggests.
-_SHOWN = 5
-# Characters of a variant's name.
+# Characters of a variant's name with its settings.
 _LONGEST_NAME = 40
 
 
@@ -64,7 +57,7 @@ def read_runs(places: Sequence[str]) -> list[RunRecord]:
             what = f"{place} is given twice" if other == place else f"{other} and {place} are the same"
             raise UserError(f"runs: {what}; give each run once")
         given[resolved] = place
-    return _named([_read(Path(place)) for place in places])
+    return _named([run for place in places for run in _read(Path(place))])
 
 
 def _read(place: Path) -> list[RunRecord]:
@@ -76,22 +69,14 @@ def _read(place: Path) -> list[RunRecord]:
 def _read_directory(place: Path) -> list[RunRecord]:
     if metrics_path(place).exists():
         return [read_run_dir(place)]
-    if (place / FILE_NAME).exists():
-        return [*load_comparison(place / FILE_NAME).runs]
     # Before event files, which our runs also have: read from those, the runs would lose their configurations.
     if below := sorted(path.parent for depth in range(1, MAX_DEPTH) for path in place.glob("*/" * depth + _METRICS)):
-        raise UserError(f"runs: {place} is a folder of runs, not a run; give the runs in it: {_as_argument(below)}")
+        return [read_run_dir(run) for run in below]
     if events := find_event_files(place):
         return [series.build() for series in read_event_files(place, events)]
     raise UserError(
         f"runs: {place} holds neither metrics.jsonl nor TensorBoard's event files; give the directory of a run"
     )
-
-
-def _as_argument(places: Sequence[Path]) -> str:
-    """The first few places in the command line's form."""
-    more = len(places) - _SHOWN
-    return list_argument("runs", [str(place) for place in places[:_SHOWN]]) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_file(place: Path) -> list[RunRecord]:
@@ -102,86 +87,64 @@ def _read_file(place: Path) -> list[RunRecord]:
         raise UserError(f"runs: {place} is empty; expected {_FILES}")
     if start.lstrip().startswith(b"{") and b'"kind"' in start.splitlines()[0]:
         return [read_run_dir(place)]
-    if start.startswith(b'{"version": '):
-        return [*load_comparison(place).runs]
     # Every event file begins with this version.
     if b"brain.Event:" in start[:64]:
-        found = read_event_files(place, [place])
-    elif log := read_console_log(place):
-        found = [log]
-    else:
-        found = read_table(place)
-    if not found:
-        raise UserError(f"runs: {place}:1: no run in it; expected {_FILES}")
-    return [series.build() for series in found]
+        return [series.build() for series in read_event_files(place, [place])]
+    if log := read_console_log(place):
+        return [log.build()]
+    raise UserError(f"runs: {place}:1: no run in it; expected {_FILES}")
 
 
-def _named(places: Sequence[Sequence[RunRecord]]) -> list[RunRecord]:
-    """Gives every run of every place its variant, its role and a unique name."""
-    keyed: list[tuple[RunRecord, tuple[object, ...]]] = []
-    for place, at_place in enumerate(places):
-        for index, run in enumerate(at_place):
-            # Two logs of the same name are two variants.
-            key: tuple[object, ...] = (run.variant, place, None if run.variant else index)
-            if run.format == "gpt_pretrain" and run.configuration:
-                # The runs of a comparison have variants; another comparison may use the same name for other settings.
-                first = next(each for each in at_place if each.variant == run.variant) if run.variant else run
-                key = (run.variant, *sorted(variant_settings(first).items()))
-            keyed.append((run, key))
-    firsts: dict[tuple[object, ...], RunRecord] = {}
-    for run, key in keyed:
-        firsts.setdefault(key, run)
-    variants = dict(zip(firsts, _variant_names([*firsts.values()]), strict=True))
-    sizes = Counter(variants[key] for _, key in keyed)
-    seeds: set[tuple[str, int | None]] = set()
-    named: list[RunRecord] = []
-    for run, key in keyed:
+def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """Gives every run its variant and a unique name."""
+    # Logs of other codes do not tell enough to know that they differ only in seeds.
+    keys = [
+        tuple(variant_settings(run).items()) if run.format == "gpt_pretrain" and run.configuration else index
+        for index, run in enumerate(runs)
+    ]
+    firsts = dict(zip(reversed(keys), reversed(runs), strict=True))
+    order = list(dict.fromkeys(keys))
+    variants = dict(zip(order, _variant_names([firsts[key] for key in order]), strict=True))
+    by_name: dict[str, RunRecord] = {}
+    for key, run in zip(keys, runs, strict=True):
         variant = variants[key]
-        repeats = run.role == "repeat" or (run.seed is not None and (variant, run.seed) in seeds)
-        seeds.add((variant, run.seed))
-        again = " again" if repeats else ""
-        name = variant if sizes[variant] == 1 else f"{variant} seed {run.seed}{again}"
-        # The runs of a comparison have names and roles, too.
-        given = run.name if run.variant == variant else name
-        named.append(replace(run, variant=variant, role="repeat" if repeats else "seed", name=given))
-    return [replace(run, name=name) for run, name in zip(named, numbered([run.name for run in named]), strict=True)]
-
-
-def numbered(names: Sequence[str], joint: str = " ") -> list[str]:
-    """The names; a repeated one gets, after the joint, the first number that makes it unlike all others."""
-    unique: list[str] = []
-    for name in names:
-        numbers = (number for number in count(2) if f"{name}{joint}{number}" not in (*names, *unique))
-        unique.append(f"{name}{joint}{next(numbers)}" if name in unique else name)
-    return unique
+        name = variant if keys.count(key) == 1 else f"{variant} seed {run.seed}"
+        if name in by_name:
+            same = f"{by_name[name].source} and {run.source} have equal settings and model.seed={run.seed}"
+            raise UserError(f"runs: {same}, so the second tells nothing about seeds; give one of them")
+        by_name[name] = replace(run, variant=variant, name=name)
+    return list(by_name.values())
 
 
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
-    """A name for each variant, given its first run: the precision, and what else distinguishes it from namesakes."""
-    plain = [_plain_name(run) for run in firsts]
-    folders = [Path(run.source).name for run in firsts]
-    names = []
-    for run, name, folder in zip(firsts, plain, folders, strict=True):
-        namesakes = [variant_settings(other) for other, same in zip(firsts, plain, strict=True) if same == name]
-        own = variant_settings(run)
-        differing = [key for key in own if any(other.get(key) != own[key] for other in namesakes)]
-        described = " ".join([name, *(f"{key.rpartition('.')[2]}={own[key]}" for key in differing[:3])])
-        # Three settings with paths among them say less than the directory that the user named.
-        names.append(folder if len(described) > _LONGEST_NAME and folders.count(folder) == 1 else described)
-    return numbered(names)
+    """A name for each variant, given its first run: the precision, and what distinguishes it from namesakes."""
+    names = [_plain_name(run) for run in firsts]
+    described = [_with_differences(run, name, firsts, names) for run, name in zip(firsts, names, strict=True)]
+    for longer in (described, [Path(run.source).name for run in firsts], [run.source for run in firsts]):
+        # Of several runs in one place, each has a label.
+        labeled = [f"{text} {run.name}".strip() for text, run in zip(longer, firsts, strict=True)]
+        names = [more if names.count(name) > 1 else name for name, more in zip(names, labeled, strict=True)]
+    return names
+
+
+def _with_differences(run: RunRecord, name: str, firsts: Sequence[RunRecord], names: Sequence[str]) -> str:
+    """The name with the settings in which namesakes differ, unless they are long: then a directory says more."""
+    namesakes = [variant_settings(other) for other, same in zip(firsts, names, strict=True) if same == name]
+    settings = variant_settings(run).items()
+    differing = [(key, value) for key, value in settings if any(each.get(key) != value for each in namesakes)]
+    text = " ".join([name, *(f"{key.rpartition('.')[2]}={value}" for key, value in differing)])
+    return text if len(text) <= _LONGEST_NAME else name
 
 
 def _plain_name(run: RunRecord) -> str:
-    if run.variant:
-        return run.variant
     if run.format != "gpt_pretrain" or not run.configuration:
         return run.name or Path(run.source).stem
-    if run.setting("model.fp8") == "true":
-        recipe, backend = run.setting("model.fp8_recipe"), run.setting("model.fp8_backend")
+    if run.configuration.get("model.fp8") == "true":
+        recipe, backend = run.configuration.get("model.fp8_recipe"), run.configuration.get("model.fp8_backend")
         if backend == Fp8Backend.torchao.name:
             return f"fp8_{backend}_{'tensorwise' if recipe in (None, 'null') else recipe}"
         return f"fp8_{'delayed' if recipe in (None, 'null') else recipe}"
-    precision = run.setting("trainer.precision")
+    precision = run.configuration.get("trainer.precision")
     return "no_fp8" if precision in (None, "auto") else precision
 
 
@@ -242,20 +205,19 @@ def read_run_dir(place: Path) -> RunRecord:
     return RunRecord(
         name="",
         variant="",
-        role="seed",
         seed=read_seed(settings),
         source=str(place),
         format="gpt_pretrain",
         state=_state(path, metrics),
         num_gpus=gpus,
-        training=thinned(training),
+        training=thinned(training, KEPT_POINTS),
         validation=validated({record.step: record.loss for record in metrics.validation}, training),
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
         memory_gib=max((record.memory_gib for record in train if record.memory_gib is not None), default=None),
         skipped_steps=len(metrics.skipped_steps),
         fp8_share=None if metrics.fp8_coverage is None else metrics.fp8_coverage.gemm_flops_share,
         fp8=thinned_records(metrics.fp8),
-        configuration=as_settings(settings),
+        configuration=as_configuration(settings),
         versions=last.versions if last else None,
         command=last.command if last else None,
     )

@@ -218,6 +218,9 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
         values["model"] = {
             name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False
         }
+    if isinstance(benchmark := values.get("benchmark"), dict):
+        # Training never read them.
+        values["benchmark"] = {name: value for name, value in benchmark.items() if name not in ("forecast", "markdown")}
     if many := many_unknown(path for path, _ in flatten(values)):
         return saved, many
     looked_up = list(_interpolations(values))

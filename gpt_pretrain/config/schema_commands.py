@@ -36,10 +36,6 @@ class BenchmarkConfig:
     """How often all variants run; every second round is in reverse order to cancel drift of the machine."""
     profile: bool = key(before=False)
     """Record three more steps of each variant's first process: a Perfetto trace and a breakdown of their time."""
-    forecast: bool = key(before=False)
-    """Show the forecast of `python -m gpt_pretrain.plan` for plan.gpu beside the measurements."""
-    markdown: str | None = key(before=None)
-    """File for the tables with command, machine and versions; null: RUN_DIR/benchmark.md."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -62,5 +58,4 @@ class CompareConfig(GateConfig):
     """Variants to compare, the baseline first. Each is a name of `benchmark.overrides` or overrides themselves
     ("fp8=delayed model.fp8_params=true")."""
     seeds: int = key(minimum=1, before=1)
-    """Runs of each variant, with model.seed and the numbers after it. With one, noise is estimated from the baseline
-    repeated with other microbatches; with two or more, from the seeds."""
+    """Runs of each variant, with model.seed and the numbers after it. One shows no noise."""

@@ -6,20 +6,20 @@ Exit codes: 0 both work; 3 training alone; 1 neither; 2 a wrong argument;
 
 Examples:
     python -m gpt_pretrain.doctor
-    python -m gpt_pretrain.doctor --json
     python -m gpt_pretrain.doctor --assume-gpu h200
 """  # noqa: D205
 
-import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.commands.command import run_with_arguments
 from gpt_pretrain.config.choices import PlanGpu
+from gpt_pretrain.config.errors import visible
+from gpt_pretrain.doctor.answer import answer_lines
 from gpt_pretrain.doctor.facts import Gpu
 from gpt_pretrain.doctor.probe import examine
-from gpt_pretrain.doctor.verdict import doctor_document, give_verdict
+from gpt_pretrain.doctor.verdict import give_verdict
 from gpt_pretrain.run.gpus import GPUS
 
 
@@ -27,8 +27,6 @@ from gpt_pretrain.run.gpus import GPUS
 class DoctorArguments:
     """Arguments of the command."""
 
-    json: bool = False
-    """Print the facts and the verdict as a JSON object."""
     assume_gpu: PlanGpu | None = None
     """Judge the libraries as if this GPU were there: on a login node, or while an image is built. null: as it is."""
 
@@ -41,19 +39,8 @@ def diagnose(arguments: DoctorArguments) -> int:
         gpu = Gpu(name=sheet.name, compute_capability=sheet.compute_capability, memory_gib=sheet.memory_gib)
     facts = examine(gpu)
     verdict = give_verdict(facts)
-    as_json = arguments.json
-    if not as_json:
-        try:
-            from gpt_pretrain.doctor.console import WIDTH, print_verdict
-            from gpt_pretrain.report.console import console_of_width
-        except ModuleNotFoundError as error:
-            # The library that draws the tables may be missing as well.
-            sys.stderr.write(f"error: {error}; the verdict as JSON:\n")
-            as_json = True
-        else:
-            print_verdict(facts, verdict, console_of_width(WIDTH, at_most=WIDTH))
-    if as_json:
-        sys.stdout.write(json.dumps(doctor_document(facts, verdict), indent=2, ensure_ascii=False) + "\n")
+    # Libraries' errors must not control the terminal.
+    sys.stdout.write("".join(f"{visible(line)}\n" for line in answer_lines(facts, verdict)))
     return verdict.exit_code
 
 

@@ -1,7 +1,7 @@
 """What the doctor knows of a machine, as plain values that can describe any machine."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,55 +52,21 @@ class Torch:
     """Why it can use no GPU, in its own words."""
     product_problem: str | None
     """How a small BF16 product on the first GPU failed."""
-    peer_access: bool | None
-    """The first GPU reads the memory of the second; None with fewer than two."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TransformerEngine:
-    """Transformer Engine (TE), loaded."""
-
-    version: str
-    cudnn: str
-    cublaslt: str
-    cudnn_folders: tuple[str, ...]
-    """Where the cuDNN libraries of a process with PyTorch and TE were loaded from; more than one folder is a mix."""
-    scales_on_device: bool
-    """It has `multi_tensor_scale_tensor`, the kernel that clips gradients without waiting for the device."""
-    product_problem: str | None
-    """How a small FP8 layer on the first GPU failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Loaded:
-    """A feature's library, loaded, and new enough for runs to use it."""
+    """A library that is loaded, and new enough for runs to use it."""
 
     version: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TorchAO:
-    """TorchAO, loaded, and of the version that runs use."""
-
-    version: str
-    product_problem: str | None
+    remark: str = "loads"
+    """What else there is to know of it."""
+    product_problem: str | None = None
     """How a small FP8 layer on the first GPU failed."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Apex:
-    """apex, installed."""
-
-    version: str
-    parts: Mapping[str, bool]
-    """Field of `Platform` → whether that part loads."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Application:
-    """gpt_pretrain's training, loaded with all that it imports."""
-
-    megatron_core: str
+    cudnn_folders: tuple[str, ...] = ()
+    """Where a process with PyTorch and Transformer Engine loaded cuDNN's libraries from; more than one is a mix."""
+    parts: Mapping[str, bool] = field(default_factory=dict)
+    """Field of `Platform` → whether that part of apex loads."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,14 +88,15 @@ class Facts:
     driver: Driver | Failure
     device_files: tuple[str, ...]
     """How processes reach the GPUs, `/dev/nvidia0` and so on; they exist even without a working driver."""
-    transformer_engine: TransformerEngine | Failure
-    torchao: TorchAO | Failure
-    apex: Apex | Failure
+    transformer_engine: Loaded | Failure
+    torchao: Loaded | Failure
+    apex: Loaded | Failure
     libraries: Mapping[str, Loaded | Failure]
     """Name of each library that features call (`features.registry.LIBRARIES`) → what was found of it."""
-    application: Application | Failure
-    requirements: tuple[Requirement, ...] | Failure | None
-    """Unmet requirements; None where the project runs from a checkout that is not installed."""
+    application: Loaded | Failure
+    """All that training imports; its version is megatron-core's."""
+    requirements: tuple[Requirement, ...] | Failure
+    """Unmet requirements."""
     packages: Mapping[str, str]
     """Transformer Engine's packages → version; they must fit each other."""
     environment: Mapping[str, str]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from gpt_pretrain.config.errors import install_command
-from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Requirement, Torch
+from gpt_pretrain.doctor.facts import Facts, Failure, Requirement, Torch
 from gpt_pretrain.features.registry import LIBRARIES
 from gpt_pretrain.run.platform import BLACKWELL, MULTICAST_OFF, NO_MULTICAST, Library
 
@@ -60,10 +60,7 @@ def list_findings(facts: Facts) -> list[Finding]:
 
 
 def _requirements(facts: Facts) -> Iterator[Finding]:
-    if facts.requirements is None:
-        what = "runs from a checkout that is not installed, so its requirements were not checked"
-        yield Finding("gpt_pretrain", what, f"{_INSTALL} --no-deps -e .", Blocks.nothing)
-    elif isinstance(facts.requirements, Failure):
+    if isinstance(facts.requirements, Failure):
         what = f"has requirements that could not be checked: {facts.requirements.problem}"
         yield Finding("gpt_pretrain", what, f"{_INSTALL} packaging", Blocks.nothing)
     for unmet in _unmet(facts):
@@ -89,11 +86,11 @@ def _torch(facts: Facts) -> Iterator[Finding]:
     elif not torch.gpus:
         yield _no_gpu(facts, torch)
     else:
-        yield from _gpu(facts, torch)
+        yield from _gpu(torch)
 
 
-def _gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
-    gpu, driver = torch.gpus[0], facts.driver
+def _gpu(torch: Torch) -> Iterator[Finding]:
+    gpu = torch.gpus[0]
     if torch.product_problem is not None:
         capability = ".".join(map(str, gpu.compute_capability))
         what = f"does not compute on {gpu.name} (compute capability {capability}): {torch.product_problem}"
@@ -102,10 +99,6 @@ def _gpu(facts: Facts, torch: Torch) -> Iterator[Finding]:
     if gpu.compute_capability < _BF16_CAPABILITY:
         what = "has no BF16 units, as compute capability 8.0 and newer have: train in FP32"
         yield Finding(gpu.name, what, "python -m gpt_pretrain trainer.precision=fp32 …", Blocks.nothing)
-    visible = facts.environment.get("CUDA_VISIBLE_DEVICES")
-    if isinstance(driver, Driver) and len(driver.gpus) > len(torch.gpus) and visible is not None:
-        what = f"leaves PyTorch {len(torch.gpus)} of {len(driver.gpus)} GPUs"
-        yield Finding(f"CUDA_VISIBLE_DEVICES={visible}", what, "unset CUDA_VISIBLE_DEVICES", Blocks.nothing)
 
 
 def _cpu_build(torch: Torch, although: str) -> Finding:

@@ -18,24 +18,13 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt_pretrain.doctor.facts import (
-    Apex,
-    Application,
-    Driver,
-    Facts,
-    Failure,
-    Gpu,
-    Loaded,
-    Requirement,
-    Torch,
-    TorchAO,
-    TransformerEngine,
-)
+from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Gpu, Loaded, Requirement, Torch
 from gpt_pretrain.features.registry import LIBRARIES
 from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files, installed_version
 from gpt_pretrain.run import platform
@@ -68,7 +57,7 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
     found = run_probes([*queues, ["driver"], ["requirements"]])
     torch = found["torch"]
     if assumed_gpu is not None and isinstance(torch, Torch):
-        torch = replace(torch, gpus=(assumed_gpu,), why_no_gpu=None, product_problem=None, peer_access=None)
+        torch = replace(torch, gpus=(assumed_gpu,), why_no_gpu=None, product_problem=None)
     shm = Path("/dev/shm")
     return Facts(
         python=".".join(map(str, sys.version_info[:3])),
@@ -173,7 +162,6 @@ def _probe_torch() -> Torch:
         ),
         why_no_gpu=None if cuda else _fails(torch.cuda.init),
         product_problem=_fails(multiply) if cuda else None,
-        peer_access=torch.cuda.can_device_access_peer(0, 1) if num_gpus > 1 else None,
     )
 
 
@@ -200,14 +188,13 @@ def _driver_cuda() -> tuple[int, int] | None:
     return number.value // 1000, number.value % 1000 // 10
 
 
-def _probe_transformer_engine() -> TransformerEngine:
+def _probe_transformer_engine() -> Loaded:
     """Transformer Engine beside PyTorch, and whether a layer of it computes in FP8."""
     version = importlib.metadata.version("transformer_engine")  # its absence is the answer
 
     import torch
     import transformer_engine.pytorch as te
     import transformer_engine_torch
-    from transformer_engine.pytorch import optimizers
 
     def train_a_layer() -> None:
         layer = te.Linear(_SMALL, _SMALL, params_dtype=torch.bfloat16, device="cuda")
@@ -219,12 +206,11 @@ def _probe_transformer_engine() -> TransformerEngine:
 
     has_fp8 = torch.cuda.is_available() and te.is_fp8_available()
     mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line}
-    return TransformerEngine(
+    cudnn, cublaslt = transformer_engine_torch.get_cudnn_version(), transformer_engine_torch.get_cublasLt_version()
+    return Loaded(
         version=version,
-        cudnn=_cudnn_version(transformer_engine_torch.get_cudnn_version()),
-        cublaslt=str(transformer_engine_torch.get_cublasLt_version()),
+        remark=f"with cuDNN {_cudnn_version(cudnn)}, cuBLASLt {cublaslt}",
         cudnn_folders=tuple(sorted({str(Path(path).resolve().parent) for path in mapped})),
-        scales_on_device=hasattr(optimizers, "multi_tensor_scale_tensor"),
         product_problem=_fails(train_a_layer) if has_fp8 else None,
     )
 
@@ -242,7 +228,7 @@ def _probe_library(library: Library) -> Loaded:
     return Loaded(version=_usable_version(library.distribution, library.find))
 
 
-def _probe_torchao() -> TorchAO:
+def _probe_torchao() -> Loaded:
     """TorchAO, and whether a layer of it computes in FP8."""
     version = _usable_version("torchao", platform.torchao)
     import torch
@@ -256,17 +242,20 @@ def _probe_torchao() -> TorchAO:
         torch.cuda.synchronize()
 
     has_fp8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= platform.FP8_CAPABILITY
-    return TorchAO(version=version, product_problem=_fails(train_a_layer) if has_fp8 else None)
+    return Loaded(version=version, product_problem=_fails(train_a_layer) if has_fp8 else None)
 
 
-def _probe_apex() -> Apex:
+def _probe_apex() -> Loaded:
     import apex  # noqa: F401  its absence is the answer
     import torch  # noqa: F401  apex's kernels find its libraries once it is loaded
 
-    return Apex(version=importlib.metadata.version("apex"), parts=platform.apex_parts())
+    parts = platform.apex_parts()
+    loaded = [part.removeprefix("apex_").replace("_", " ") for part, loads in parts.items() if loads]
+    remark = ", ".join(loaded) or "none of its compiled parts load"
+    return Loaded(version=importlib.metadata.version("apex"), remark=remark, parts=parts)
 
 
-def _probe_application() -> Application:
+def _probe_application() -> Loaded:
     """Everything that a run imports on this machine, in the order of `python -m gpt_pretrain`."""
     from gpt_pretrain.megatron.cpu import install_cpu_device
 
@@ -274,7 +263,7 @@ def _probe_application() -> Application:
     return _probe_application_on_gpu()
 
 
-def _probe_application_on_gpu() -> Application:
+def _probe_application_on_gpu() -> Loaded:
     """Everything that a run imports where it finds a GPU: Transformer Engine and apex by way of megatron-core, too."""
     import gpt_pretrain.rules.jobs
     from gpt_pretrain.launch.environment import prepare_libraries
@@ -285,17 +274,16 @@ def _probe_application_on_gpu() -> Application:
     import gpt_pretrain.training.run  # noqa: F401  loading is the question
 
     # After a plus sign its version has the commit of the folder that it is imported in.
-    return Application(megatron_core=megatron.core.__version__.partition("+")[0])
+    return Loaded(version=megatron.core.__version__.partition("+")[0], remark="training loads")
 
 
-def _probe_requirements() -> tuple[Requirement, ...] | None:
-    """Declared requirements of this project that are not met; None where it is not installed itself."""
+def _probe_requirements() -> tuple[Requirement, ...]:
+    """Declared requirements of this project that are not met; a checkout that is not installed declares none."""
     from packaging import requirements
 
-    try:
+    declared: list[str] = []
+    with suppress(importlib.metadata.PackageNotFoundError):
         declared = importlib.metadata.requires("gpt_pretrain") or []
-    except importlib.metadata.PackageNotFoundError:
-        return None
     unmet = []
     for each in map(requirements.Requirement, declared):
         # Requirements of an extra have a marker that is false without it.

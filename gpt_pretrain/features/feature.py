@@ -51,8 +51,6 @@ class Feature:
     """What the plan's forecasts leave out in a run with it."""
     attention_speed: ClassVar[float] = 1.0
     """Speed of attention over cuDNN's, forward and backward together."""
-    doctor_part: ClassVar[tuple[str, str]] = ("", "")
-    """A part of a run in the doctor's table, and when this feature is the first choice for it."""
 
     @property
     def path(self) -> str:
@@ -123,10 +121,6 @@ class Feature:
         Forward and backward together; `separate`: where each choice is gathered and added up by itself.
         """
         return separate
-
-    def doctor_choice(self, platform: Platform) -> str | None:
-        """What the doctor's part runs on here, before "else" and the next choice; None: not on this feature."""
-        return None
 
 
 class FusedKernel(Feature):

@@ -45,7 +45,6 @@ class FlashAttention(FusedKernel):
     compiles_first = True
     # With heads of 128 and sequences of 8,192; otherwise 1.08 to 1.13.
     attention_speed = 1.10
-    doctor_part = ("attention", "FlashAttention-4, on Hopper in Transformer Engine's layers")
 
     @override
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
@@ -96,13 +95,6 @@ class FlashAttention(FusedKernel):
     @override
     def build_into_layer(self, layer: Any) -> None:
         layer.submodules.self_attention.submodules.core_attention = _attention_class()
-
-    @override
-    def doctor_choice(self, platform: Platform) -> str | None:
-        if platform.transformer_engine is None or not platform.is_hopper or _LIBRARY.name not in platform.libraries:
-            return None
-        rotated, still = (" and ".join(map(str, widths)) for widths in (_ROTATED_WIDTHS, _STILL_WIDTHS))
-        return f"FlashAttention-4 in heads of {rotated} channels with rotary positions and of {still} without"
 
 
 def _is_measured_faster(model: ModelConfig, *, rotates: bool) -> bool:

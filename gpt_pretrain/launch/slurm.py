@@ -21,8 +21,6 @@ from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 _LAUNCHER = "hydra.launcher"
 # A busy controller takes its time; sbatch itself gives up eventually.
 _SUBMISSION_TIMEOUT_S = 300
-# States of jobs that have ended.
-_ENDED = ("BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "TIMEOUT")
 # Options of sbatch that say how many nodes, tasks and GPUs a job has; long ones may be abbreviated.
 _COUNTS = re.compile(r"-[NnG]|--(nodes|ntask|gpus)|--gres(=.*gpu|$)")
 # Variables that say the same, which the user may have set for other jobs.
@@ -122,16 +120,3 @@ def submit(submission: Submission, run_dir: Path, arguments: Sequence[str]) -> s
         raise UserError(f"sbatch refuses the run of {run_dir}: {done.stderr.strip()}")
     # "JOB", or "JOB;CLUSTER" where there are several clusters.
     return done.stdout.strip().partition(";")[0]
-
-
-def has_job(number: str) -> bool:
-    """Whether a job waits in Slurm's queue or runs; a UserError if Slurm does not answer."""
-    command = ["squeue", "--noheader", f"--jobs={number}", "--format=%T"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_SUBMISSION_TIMEOUT_S)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise UserError(f"cannot tell whether job {number} still runs: squeue does not answer ({error})") from error
-    if done.returncode and "Invalid job id" not in done.stderr:
-        raise UserError(f"cannot tell whether job {number} still runs: {done.stderr.strip()}")
-    # A job stays in the list for some minutes after its end.
-    return done.stdout.strip() not in {"", *_ENDED}

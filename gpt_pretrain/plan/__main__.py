@@ -50,7 +50,7 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         print_job(number, jobs)
         run_dir = make_run_dir(job.config.run_dir, job.config.name)
         plan = build_plan(job.config)
-        print_plan(plan, console_of_width(WIDTH, at_most=WIDTH))
+        print_plan(plan, console_of_width(WIDTH))
         sys.stdout.write(f"\nwritten: {visible(str(write_plan(plan, run_dir)))}\n")
 
 

@@ -8,12 +8,10 @@ earlier about later steps; a `rewind` record has the same effect.
 import json
 import os
 import stat
-from bisect import bisect, insort
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import named, open_to_append, read_regular, write_file
@@ -182,47 +180,27 @@ def load_records(path: Path) -> Metrics:
         lines.pop()
 
     metrics = Metrics()
-    by_step = {kind: _ByStep() for kind in _BY_STEP}
+    by_step: dict[type[Record], dict[int, Record]] = {kind: {} for kind in _BY_STEP}
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         match _parse(line, f"{path}:{number}"):
             case StartRecord() | RewindRecord(problem=None) as restart:
                 for records in by_step.values():
-                    records.drop_after(restart.step)
+                    # Each process writes its steps in their order.
+                    while records and next(reversed(records)) > restart.step:
+                        records.popitem()
                 _begin_again(metrics, restart)
             case Fp8CoverageRecord() as record:
                 metrics.fp8_coverage = record
-                by_step[Fp8CoverageRecord].put(record)
+                by_step[Fp8CoverageRecord][record.step] = record
             case SummaryRecord() as record:
                 metrics.summary = record
             case Record() as record if type(record) in by_step:
-                by_step[type(record)].put(record)
+                by_step[type(record)][record.step] = record
     for kind, name in _BY_STEP.items():
-        setattr(metrics, name, by_step[kind].in_order())
+        setattr(metrics, name, [by_step[kind][step] for step in sorted(by_step[kind])])
     return metrics
-
-
-class _ByStep:
-    """The newest record of each step, in the order of steps: a file may have as many restarts as records."""
-
-    def __init__(self) -> None:
-        self._steps: list[int] = []
-        self._records: dict[int, Any] = {}
-
-    def put(self, record: Record) -> None:
-        if record.step not in self._records:
-            insort(self._steps, record.step)
-        self._records[record.step] = record
-
-    def drop_after(self, step: int) -> None:
-        kept = bisect(self._steps, step)
-        for later in self._steps[kept:]:
-            del self._records[later]
-        del self._steps[kept:]
-
-    def in_order(self) -> list[Any]:
-        return [self._records[step] for step in self._steps]
 
 
 def _begin_again(metrics: Metrics, restart: StartRecord | RewindRecord) -> None:

@@ -244,11 +244,6 @@ class Fp8Tensor(JsonObject):
     amax_history_used: int | None
     """Amaxes that determine the tensor's next scale, including the newest; null unless fp8_recipe=delayed."""
 
-    @property
-    def scales(self) -> tuple[float | None, float | None]:
-        """The smallest and the largest scale."""
-        return self.scale_min, self.scale_max
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Record(Record):

@@ -18,11 +18,9 @@ from gpt_pretrain.config.files import read_foreign_text, write_file
 from gpt_pretrain.config.schema import Config, LoggingConfig
 from gpt_pretrain.extend.registry import Registered
 from gpt_pretrain.extend.training import Sink
-from gpt_pretrain.report.columns import COLUMNS
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
     Fp8Record,
-    Fp8Tensor,
     Record,
     RewindRecord,
     StartRecord,
@@ -32,6 +30,8 @@ from gpt_pretrain.report.records import (
 
 # Positions on the time axis and of what was looked at, not measurements.
 _NOT_PLOTTED = {"step", "time_unix", "proof", "microbatch", "part"}
+# Fields of an FP8 tensor and the names of their plots; of many scales it has the largest.
+_FP8_PLOTS = {"saturated": "saturated", "flushed": "flushed", "amax": "amax", "scale_max": "scale"}
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -47,10 +47,10 @@ def scalars(record: Record) -> dict[str, float]:
 def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
     """`fp8/amax/decoder.layers.0.mlp.linear_fc1/input`, …, and the lengths of the amax histories."""
     values: dict[str, float] = {
-        f"{record.kind}/{column.curve}/{tensor.layer}/{tensor.tensor}": value
+        f"{record.kind}/{plot}/{tensor.layer}/{tensor.tensor}": value
         for tensor in record.tensors
-        for column in COLUMNS[Fp8Tensor]
-        if column.curve and (value := getattr(tensor, column.field)) is not None
+        for field, plot in _FP8_PLOTS.items()
+        if (value := getattr(tensor, field)) is not None
     }
     histories = [tensor.amax_history_used for tensor in record.tensors if tensor.amax_history_used is not None]
     if histories:

@@ -1,25 +1,14 @@
-"""The end of a run: its last record, computed from its history, and how the console shows it.
-
-The console shows what the run reached, where its files are, the loss curve, and the sample. plotext draws the curve as
-text: a line for training, points for validation.
-"""
+"""The end of a run: its last record, computed from its history, and the lines that show it."""
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
-from statistics import fmean
-
-from rich.console import Group
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
 from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, format_loss, format_percent, printable
 from gpt_pretrain.report.metrics_file import Metrics
-from gpt_pretrain.report.records import EndReason, SummaryRecord, TrainRecord, ValidationRecord
+from gpt_pretrain.report.records import EndReason, SummaryRecord
 
-VALIDATION_MARKER = "●"
 _END_REASONS: dict[EndReason, str] = {
     "max_steps": "all steps done",
     "max_time": "stopped: trainer.max_time is used up",
@@ -29,11 +18,6 @@ _END_REASONS: dict[EndReason, str] = {
     "not_finite": "stopped: loss or gradient is not finite",
     "loss_spike": "stopped: the loss spikes again and again",
 }
-# Columns of a panel's frame.
-_FRAME = 4
-_CHART_HEIGHT = 14
-
-type Point = tuple[float, float]
 
 
 def mean_tokens_per_s(metrics: Metrics) -> float | None:
@@ -103,45 +87,13 @@ def _lowest(losses: list[float]) -> float | None:
     return min((loss for loss in losses if not math.isnan(loss)), default=None)
 
 
-def plain_summary_lines(
-    summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
-) -> Iterator[str]:
-    """The summary as the lines of a log."""
+def summary_lines(summary: SummaryRecord, places: Mapping[str, str], *, max_steps: int) -> Iterator[str]:
+    """The summary, line by line; a text sample may hold several."""
     yield f"end step {summary.step}/{max_steps}: {_END_REASONS[summary.end_reason]}"
     for key, value in (_facts(summary) | dict(places)).items():
         yield f"  {key}: {value}"
-    chart = draw_loss_chart(metrics.train, metrics.validation, width=width - _FRAME)
-    if chart is not None:
-        yield f"loss over steps (line: train, {VALIDATION_MARKER}: validation)\n{chart}"
     if summary.sample_text is not None:
         yield f"sample\n{printable((summary.sample_prompt or '') + summary.sample_text, keep='\n\t')}"
-
-
-def summary_panels(
-    summary: SummaryRecord, metrics: Metrics, places: Mapping[str, str], *, max_steps: int, width: int
-) -> Iterator[Panel]:
-    """The summary for a terminal."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for key, value in (_facts(summary) | dict(places)).items():
-        table.add_row(Text(key), Text(value))
-    chart = draw_loss_chart(metrics.train, metrics.validation, width=width - _FRAME)
-    parts = [table] if chart is None else [_colored(chart), Text(), table]
-    title = Text.assemble(("loss  ", "bold"), ("─ train", "cyan"), (f"  {VALIDATION_MARKER} validation", "green"))
-    end = f"step {summary.step}/{max_steps}, {_END_REASONS[summary.end_reason]}"
-    yield Panel(
-        Group(*parts),
-        title=Text("summary", style="bold") if chart is None else title,
-        title_align="left",
-        subtitle=Text(end, style="bold green" if summary.end_reason == "max_steps" else "bold yellow"),
-        subtitle_align="right",
-        width=width,
-    )
-    if summary.sample_text is not None:
-        prompt, text = (printable(each, keep="\n\t") for each in (summary.sample_prompt or "", summary.sample_text))
-        sample = Text.assemble((prompt, "bold"), text, overflow="fold")
-        yield Panel(sample, title=Text("sample", style="bold"), title_align="left", width=width)
 
 
 def _facts(summary: SummaryRecord) -> dict[str, str]:
@@ -170,57 +122,3 @@ def _facts(summary: SummaryRecord) -> dict[str, str]:
         share = format_percent(summary.slow_host_share)
         facts["slow host"] = f"{printable(summary.slow_host)}, in {share} of the logged steps"
     return facts
-
-
-def _colored(chart: str) -> Text:
-    text = Text(chart, style="dim", no_wrap=True, overflow="crop")
-    text.highlight_regex(r"[\u2801-\u28ff]+", "not dim cyan")
-    text.highlight_regex(VALIDATION_MARKER, "not dim bold green")
-    return text
-
-
-def draw_loss_chart(train: Sequence[TrainRecord], validation: Sequence[ValidationRecord], *, width: int) -> str | None:
-    """Draws loss over steps in lines of at most `width` columns; None with fewer than two finite training losses."""
-    line = [(record.step, record.loss) for record in train if math.isfinite(record.loss)]
-    points = [(record.step, record.loss) for record in validation if math.isfinite(record.loss)]
-    if len(line) < 2:
-        return None
-    # It loads a native library that only the end of a run needs.
-    import plotext
-
-    # plotext would look up the terminal's width, but the console knows what it writes to.
-    plotext.terminal.limit(False, False)
-    figure = plotext.figure
-    figure.clear()
-    figure.theme("colorless")
-    figure.plot_size(width, _CHART_HEIGHT)
-    for side_axis in ("x", "y"):
-        figure.axes(False, axis=side_axis, side=1)
-    # A braille character is two dots wide: with more points, noise would become a band.
-    steps, losses = zip(*_average_to(line, 2 * width), strict=True)
-    figure.draw(figure.signal(list(steps), list(losses), marker="braille").lines())
-    if points:
-        steps, losses = zip(*points, strict=True)
-        figure.draw(figure.signal(list(steps), list(losses), marker=VALIDATION_MARKER))
-    all_steps = [step for step, _ in (*line, *points)]
-    ticks = _step_ticks(min(all_steps), max(all_steps))
-    figure.ruler("x").ticks(ticks, [str(tick) for tick in ticks])
-    drawn = str(figure.build().string(colorless=True))
-    return "\n".join(row.rstrip() for row in drawn.rstrip("\n").splitlines())
-
-
-def _average_to(points: Sequence[Point], num_points: int) -> list[Point]:
-    """At most `num_points` points, each the mean of as many neighbors at the last one's step."""
-    per_point = math.ceil(len(points) / num_points)
-    groups = [points[start : start + per_point] for start in range(0, len(points), per_point)]
-    return [(group[-1][0], fmean(loss for _, loss in group)) for group in groups]
-
-
-def _step_ticks(first: int, last: int) -> list[int]:
-    """First and last step, and between them round numbers (1, 2 or 5 × 10ⁿ apart) for about five intervals."""
-    span, num_intervals = max(last - first, 1), 5
-    magnitude = 10 ** math.floor(math.log10(span / num_intervals)) if span > num_intervals else 1
-    spacing = next(multiple * magnitude for multiple in (1, 2, 5, 10) if span <= multiple * magnitude * num_intervals)
-    inner = range(math.ceil(first / spacing) * spacing, last, spacing)
-    # A tick closer to an end than half the spacing would overlap the end's number.
-    return [first, *(step for step in inner if min(step - first, last - step) >= spacing / 2), last]

@@ -58,8 +58,7 @@ def lines_of(overrides: Iterable[Override]) -> list[str]:
 
 def _readers_of(path: str) -> tuple[str, ...]:
     """The only commands that read a key; empty for a key that every run reads."""
-    names = [name for name in READERS if path == name or path.startswith(f"{name}.")]
-    return READERS[max(names, key=len)] if names else ()
+    return READERS.get(".".join(path.split(".")[:2])) or READERS.get(path.partition(".")[0], ())
 
 
 def _unread_key(path: str, command: str) -> str | None:

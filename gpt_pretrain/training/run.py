@@ -190,4 +190,4 @@ def _sum_up(
         places["continue with"] = f"the same command again with {override_word('run_dir', str(setup.run_dir))}"
         if config.checkpoint.resume != "auto":
             places["continue with"] += " checkpoint.resume=auto"
-    console.print_summary(summary, metrics, places)
+    console.print_summary(summary, places)

@@ -84,7 +84,7 @@ def poll(pid):
 def serve():
     if sys.argv[1:] == ["--import"]:
         # What the parent has done, no child need: imports, and what Hydra and its parser keep of a first composition.
-        for module in ("gpt_pretrain.training.run", "gpt_pretrain.commands.command_line", "hydra.main", "plotext"):
+        for module in ("gpt_pretrain.training.run", "gpt_pretrain.commands.command_line", "hydra.main"):
             importlib.import_module(module)
         for module in ("tests.programs.faults", "tests.emulated_training", "tests.sabotages"):
             importlib.import_module(module)
