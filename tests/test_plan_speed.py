@@ -449,6 +449,14 @@ MEMORY = EFFICIENCY.bandwidth * 4.8e12
             + 4 * 4 * (1 + 3 / 4) * 8_030_261_248 / MEMORY
             + EFFICIENCY.kernel_s,
         ),
+        # Sharded weights are gathered twice in each as well.
+        (
+            ("plan.num_gpus=4", "parallelism=fsdp"),
+            "data parallel",
+            0.75 * (4 * 4 + 0.42 * 4 * 2 * 2) * 8_030_261_248 / LINKS
+            + 4 * 4 * (8_030_261_248 - 32 * 218_103_808 + 3 / 4 * 8_030_261_248) / MEMORY
+            + EFFICIENCY.kernel_s,
+        ),
         # Overlapped, and products beside it lose as much.
         (("plan.num_gpus=4", "parallelism=dp"), "data parallel", 0.75 * (4 + 2) * 8_030_261_248 / LINKS),
     ],

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import num_query_groups, shards_gradients, uses_distributed_optimizer
+from gpt_pretrain.config.derived import num_query_groups, shards_gradients, shards_weights, uses_distributed_optimizer
 from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
@@ -79,11 +79,17 @@ def _zeroed_gradients(spec: RunSpec, stage: Stage) -> int:
     return stage.num_parameters - sum(each.num_weights for each in dense if fp8 is None or each.precision == "fp8")
 
 
+# Of the time that gathering each layer's weights takes over NVLink. Four H100s lost 77 ms of a step of Llama 3 8B with
+# FP8 weights to it, of 181 by their rate (benchmarks/llama3_8b_4xh100.md, zero2 and fsdp).
+_LOST_TO_GATHERS = 0.42
+
+
 def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float) -> float:
     """Seconds per step of gradient reduction and parameter gathering that computation does not hide.
 
     Overlapped reduction over a network hides behind the backward pass of the last microbatch, `backward_s`. Sharded
-    gradients are reduced in each one, which costs about as much memory traffic again.
+    gradients are reduced in each one, which costs about as much memory traffic again. Sharded weights are gathered
+    twice in each.
     """
     model, layout = spec.model, spec.layout
     rate = link_bytes_per_s(gpu, layout, layout.tp * layout.shards)
@@ -98,7 +104,8 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
         reduce_s = num_reductions * moved * gradient / rate
         # Weights of experts are not stored in FP8 (`rules.experts`).
         in_fp8 = stage.fp8_weights if spec.fp8 is not None and spec.fp8.params else 0
-        gather_s = (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
+        num_gathers = 2 * layout.num_microbatches if shards_weights(model) else 1
+        gather_s = num_gathers * (2 * moved - in_fp8 * (1 - 1 / layout.shards)) / rate
     # Over NVLink it counts in full, since it slows products down and makes ranks wait: steps of 4 and 32 layers of
     # Llama 3 8B on two and four H200s were longer by about that or more, in BF16 and FP8. A profile found 52 to 60 of
     # the 92 ms on four (benchmarks/llama3_8b_4xh200.md). What a network adds is assumed to be hidden.
@@ -106,13 +113,18 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     hidden_reduce = num_reductions * backward_s if model.overlap_grad_reduce else 0.0
     # The forward pass is half as long as the backward pass.
     hidden_gather = backward_s / 2 if model.overlap_param_gather else 0.0
+    lost_gather = lost
+    if shards_weights(model) and model.overlap_param_gather:
+        # Each microbatch's forward and backward pass.
+        hidden_gather = 3 * hidden_gather * layout.num_microbatches
+        lost_gather *= _LOST_TO_GATHERS
     # With experts, gradients are averaged in a pass of their own (`megatron.core_fields.ddp_fields`).
     averages = model.num_moe_experts is not None and layout.shards > 1
     passed: float = 2 * gradient * stage.num_parameters * averages
     if shards_gradients(model):
         # In each microbatch, the rank's part is read and added to a sum.
         passed = num_reductions * gradient * (_zeroed_gradients(spec, stage) + 3 * stage.optimizer_parameters(spec))
-    exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost * gather_s, gather_s - hidden_gather)
+    exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost_gather * gather_s, gather_s - hidden_gather)
     return exposed + (memory_s(gpu, passed) if passed else 0.0)
 
 
