@@ -25,6 +25,13 @@ EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_siz
 ON_FOUR = ("model.global_batch_size=16", "plan.num_gpus=4")
 EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", *ON_FOUR, *SEPARATE_KERNELS)
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
+FOUR_H100S = ("experiment=llama3_8b_4gpu", "fp8=delayed", "model.fp8_params=true", "plan.gpu=h100")
+SMALL_FP8_STATES = (
+    "model.optim.use_precision_aware_optimizer=true",
+    "model.optim.main_params_dtype=fp16",
+    "model.optim.exp_avg_dtype=fp8",
+    "model.optim.exp_avg_sq_dtype=fp16",
+)
 # Peaks of torch's allocator on rank 0. All but the last three are the application's, in benchmarks/*.md; the last three
 # a bare megatron-core loop's under the same knobs, before this project existed.
 MEASURED = {
@@ -50,6 +57,7 @@ MEASURED = {
     "8B, two layers, eight ranks": (
         (
             "experiment=llama3_8b_8gpu",
+            "parallelism=tp2_sp",
             "fp8=delayed",
             "model.fp8_params=true",
             "model.num_layers=2",
@@ -57,6 +65,9 @@ MEASURED = {
         ),
         8.62,
     ),
+    "8B, gradients sharded": ((*FOUR_H100S, "parallelism=zero2", *SMALL_FP8_STATES), 65.83),
+    "8B, weights sharded": ((*FOUR_H100S, "parallelism=fsdp"), 67.40),
+    "8B, weights sharded, BF16": (("experiment=llama3_8b_4gpu", "parallelism=fsdp", "plan.gpu=h100"), 73.48),
     "8B, DP 4, BF16": (EIGHT_BILLION, 113.0),
     "8B, DP 4, delayed": ((*EIGHT_BILLION, "fp8=delayed"), 121.0),
     "8B, DP 4, tensorwise, FP8 parameters": ((*EIGHT_BILLION, "fp8=tensorwise", "model.fp8_params=true"), 107.0),
