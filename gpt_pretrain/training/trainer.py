@@ -14,6 +14,7 @@ from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
+from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank, on_rank_zero
@@ -67,7 +68,12 @@ class Trainer:
         self._after_step = after_step
         self._meter = Meter(setup.spec)
         self._saver = CheckpointSaver(
-            setup.checkpoints, trainable, config, setup.corpus.fingerprints, place_problem=place_problem
+            setup.checkpoints,
+            trainable,
+            config,
+            setup.corpus.fingerprints,
+            extensions=code_digests(),
+            place_problem=place_problem,
         )
         self._saved_step: int | None = None
         self._save_problem: str | None = None
