@@ -62,7 +62,7 @@ class Trainer:
         self._setup = setup
         self._trainable = trainable
         self._newest: StepResult | None = None
-        self._callbacks = Callbacks(setup, watchdog, self._read_loss)
+        self._callbacks = Callbacks(setup, watchdog, read_loss=self._read_loss, read_grad_norm=self._read_grad_norm)
         self._write = log
         self._watchdog = watchdog
         self._after_step = after_step
@@ -112,6 +112,10 @@ class Trainer:
     def _read_loss(self) -> float:
         """Waits for the newest step's loss."""
         return math.nan if self._newest is None else mean_loss(self._newest.loss_sum_and_tokens)
+
+    def _read_grad_norm(self) -> float:
+        """Waits for the newest step's gradient norm."""
+        return math.nan if self._newest is None else float(self._newest.grad_norm)
 
     def _log(self, record: Record) -> None:
         self._callbacks.logged(record)
