@@ -55,6 +55,13 @@ KEYS = """
         width: int = 1
         \"\"\"A width.\"\"\"
 """
+LAYER = """
+    @extend.layer("own")
+    def layer(run, layer):
+        if (width := extend.own_keys(run.config, Group).width) != 7:
+            raise extend.UserError(f"group.width={width} is not what it was trained with; use 7")
+        return layer
+"""
 
 
 def write_package(folder, **sources):
@@ -188,3 +195,44 @@ def test_generation_and_export_need_no_extension_that_the_model_does_not_need(tm
         assert done.stdout.startswith("1 2 3")
     done = run_extended(tmp_path, checkpoint, f"out={tmp_path / 'hf'}", module="gpt_pretrain.export")
     assert done.returncode == 0, done.stderr
+
+
+def test_generation_computes_a_layer_with_the_keys_that_it_was_trained_with(tmp_path):
+    write_package(tmp_path, own=KEYS + LAYER)
+    (tmp_path / "text.txt").write_text("\n".join(" ".join(str(n * k) for k in range(20)) for n in range(900)))
+    done = run_extended(
+        tmp_path,
+        *(
+            each
+            for each in ON_TEXT
+            if not each.startswith(("model.data.splits_string", "trainer.val_check", "trainer.limit"))
+        ),
+        "data=text",
+        f"model.data.text_files=[{tmp_path / 'text.txt'}]",
+        "model.data.splits_string='1,0,0'",
+        "trainer.limit_val_batches=0",
+        f"model.data.cache_dir={tmp_path / 'cache'}",
+        "extensions=[lab.own]",
+        "model.layer=own",
+        "group.width=7",
+        "trainer.max_steps=1",
+        f"run_dir={tmp_path / 'run'}",
+    )
+    assert done.returncode == 0, done.stderr
+    asked = [f"checkpoint={tmp_path / 'run/checkpoints/step_00000001'}", "prompt=def", "max_new_tokens=2"]
+    refused(run_extended(tmp_path, *asked, module="gpt_pretrain.generate"), "model.layer='own'", "lab.own")
+    done = run_extended(tmp_path, *asked, "extensions=[lab.own]", module="gpt_pretrain.generate")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_group_of_keys_checks_its_values_before_torch_is_loaded(tmp_path):
+    checked = (
+        "\n        def __post_init__(self):\n            if self.width < 1:\n                raise extend.UserError"
+    )
+    write_package(tmp_path, own=f"{KEYS}{checked}(f'group.width={{self.width}} is not positive; use 1')\n")
+    write_module(
+        tmp_path, "import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))", "sitecustomize"
+    )
+    done = run_extended(tmp_path, "--cfg", "job", "extensions=[lab.own]", "group.width=0")
+    refused(done, "group.width=0 is not positive; use 1")
+    assert done.stdout.endswith("False\n")

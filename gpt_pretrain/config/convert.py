@@ -56,8 +56,8 @@ def _choice(value: Any, key: Key) -> Any:
     nearest = by_value.get(text.lower()) or nearest_name(text, key.choices)
     allowed = ", ".join(key.choices) + (" or null" if key.optional else "")
     way = did_you_mean(nearest)
-    if nearest is None and issubclass(key.kind, OpenChoice):
-        way = "; if an extension registers it, name that with extensions=[MODULE]"
+    if issubclass(key.kind, OpenChoice):
+        way += "; if an extension registers it, name that with extensions=[MODULE]"
     raise WrongValue(f"is not one of {allowed}{way}")
 
 

@@ -68,7 +68,8 @@ def _value_of(line: str) -> Any:
 
 def _names(origin: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ConfigError([f"{origin} is not a list of modules; {_WRITE}"])
+        way = f"write extensions=[{value}]" if isinstance(value, str) and _MODULE.fullmatch(value) else _WRITE
+        raise ConfigError([f"{origin} is not a list of modules; {way}"])
     if wrong := [name for name in value if not _MODULE.fullmatch(name)]:
         raise ConfigError([f"{origin}: {show(name)} is not the name of a module; {_WRITE}" for name in wrong])
     modules = [name.removeprefix(own.DROPS) for name in value]

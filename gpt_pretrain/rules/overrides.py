@@ -114,7 +114,7 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
                 instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
                 nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                 known = f"; known: {', '.join(options)}" if options else ""
-                own = _OF_EXTENSIONS.get(group) if instead is None and not nearest else None
+                own = _OF_EXTENSIONS.get(group) if instead is None else None
                 way = "" if own is None else f"; an extension's is chosen with {own}={option}"
                 yield f"{line}: {group} has no option {show(option)}{nearest}{known}{way}"
 
