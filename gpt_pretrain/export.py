@@ -55,7 +55,7 @@ class ExportArguments:
     max_shard_gib: float = 5.0
     """Most GiB of weights in one file."""
     extensions: list[str] = field(default_factory=list)
-    """Modules that the checkpoint's run had as extensions: [my_lab.optimizers]."""
+    """Modules of your own that the model needs: the one that registers its layer, [my_lab.layers]."""
 
 
 def export(arguments: ExportArguments) -> None:

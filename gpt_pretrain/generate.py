@@ -42,7 +42,7 @@ class GenerateArguments:
     tokenizer: str | None = None
     """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
     extensions: list[str] = field(default_factory=list)
-    """Modules that the checkpoint's run had as extensions: [my_lab.optimizers]."""
+    """Modules of your own that the model needs: the one that registers its layer, [my_lab.layers]."""
 
 
 def _problems(arguments: GenerateArguments) -> Iterator[str]:

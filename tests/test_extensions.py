@@ -248,6 +248,11 @@ def test_extensions_that_are_no_list_of_names_are_refused(given, lab):
     assert given in refused(run_extended(lab, "--cfg", "job", given))
 
 
+def test_one_module_without_brackets_is_answered_with_its_own_name(lab):
+    told = refused(run_extended(lab, "--cfg", "job", "extensions=my_lab.sinks"))
+    assert "extensions=[my_lab.sinks]" in told
+
+
 def test_help_shows_keys_of_an_extension_without_loading_torch(lab):
     write_module(lab, "import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))", "sitecustomize")
     done = run_extended(lab, "--help", "extensions=[my_lab.callbacks]", "my_lab.beta=0.25")

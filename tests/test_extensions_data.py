@@ -101,7 +101,7 @@ def test_the_examples_mails_train_and_resume(corpus):
         ({"files": "['/nowhere.txt']"}, ["'lines'", "/nowhere.txt"]),
         ({"files": "config.nothing"}, ["'lines'", "lab.py", "line 8", "AttributeError"]),
         ({"document": "1"}, ["'lines'", "lines.txt", "int"]),
-        ({"document": "line[10**6]"}, ["'lines'", "lab.py", "line 12", "IndexError"]),
+        ({"document": "line[10**6]"}, ["'lines'", "lab.py", "line 12", "IndexError", "lines.txt"]),
         ({"identity": "{1, 2}"}, ["'lines'", "identity"]),
         ({"name": "stdlib"}, ["'stdlib'", "its own"]),
     ],
@@ -113,6 +113,22 @@ def test_a_mistake_in_a_data_source_names_it(changes, parts, corpus):
     assert "Traceback" not in done.stderr
     for part in parts:
         assert part in done.stderr
+
+
+def test_a_text_in_place_of_documents_is_refused(corpus):
+    write_source(corpus)
+    path = corpus / "lab.py"
+    path.write_text(path.read_text().replace("yield line", "return line"))
+    done = run_extended(corpus, *arguments(corpus, "run", *own()))
+    assert done.returncode == 2, done.stdout
+    assert all(part in done.stderr for part in ("'lines'", "lines.txt", "returned a str", "yield"))
+
+
+def test_a_source_in_place_of_a_group_of_files_is_told_its_key(corpus):
+    write_source(corpus)
+    done = run_extended(corpus, "--cfg", "job", "extensions=[lab]", "data=lines")
+    assert done.returncode == 2, done.stdout
+    assert "model.data.data_impl=lines" in done.stderr
 
 
 def test_the_examples_tokenizer_trains_is_saved_and_generates(corpus):
@@ -127,12 +143,11 @@ def test_the_examples_tokenizer_trains_is_saved_and_generates(corpus):
     assert f"{len(TEXT) + 1:,} tokens" in done.stdout
 
     asked = [f"checkpoint={corpus / 'run/checkpoints/step_00000002'}", "prompt=line", "max_new_tokens=3"]
-    done = run_extended(corpus, *asked, "extensions=[my_lab.tokens]", module="gpt_pretrain.generate")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("line")
-    done = run_extended(corpus, *asked, module="gpt_pretrain.generate")
-    assert done.returncode == 2
-    assert "extensions=[my_lab.tokens]" in done.stderr
+    # The saved file is all that it needs.
+    for extensions in (["extensions=[my_lab.tokens]"], []):
+        done = run_extended(corpus, *asked, *extensions, module="gpt_pretrain.generate")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("line")
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,27 @@ def test_the_plan_counts_the_states(tmp_path):
             [],
             ["'m'", "int"],
         ),
+        (
+            DESCENT.format(
+                states="", step="weight.sub_(group['lr'] * weight.grad / weight.grad.norm())", returned="Descent()"
+            ),
+            [],
+            ["'own'", "elementwise=True", "flat range", "values", "elementwise=False"],
+        ),
+        (
+            DESCENT.format(
+                states="",
+                step="weight.sub_(weight.grad - weight.grad.mean(-1, keepdim=True) * (weight.dim() - 1))",
+                returned="Descent()",
+            ),
+            [],
+            ["'own'", "elementwise=True"],
+        ),
+        (
+            DESCENT.format(states="", step="pass", returned="Descent()").replace("step(self)", "step(self, closure)"),
+            [],
+            ["'own'", "step(closure)", "step(self, closure=None)"],
+        ),
         (ADAM.format(states=STATES, elementwise=False), ["model.use_distributed_optimizer=true"], ["=own"]),
         (ADAM.format(states=STATES, elementwise=False), ["model.tensor_model_parallel_size=2"], ["=own", "size=2"]),
         (ADAM.format(states=STATES, elementwise=True), ["model.optim.momentum=0.5"], ["momentum=0.5", "=own"]),

@@ -95,6 +95,9 @@ class Manifest(TrainingProgress):
     """What decides the meaning of FP8 scales and amax histories (`state.describe_fp8_state`); empty without any."""
     files: Mapping[str, FileDigest]
     """Every other file of the checkpoint's directory, by its name."""
+    extensions: Mapping[str, str] | None = None
+    """SHA-256 of the code of each package whose modules were extensions (`extend.code.code_digests`); None if an
+    earlier version has saved it."""
     gives_way: bool = False
     """Whether the next checkpoint replaces it, because only the clock asked for it."""
 

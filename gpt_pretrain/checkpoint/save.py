@@ -149,8 +149,8 @@ class _Running:
 class CheckpointSaver:
     """Saves a run's checkpoints, one at a time; a context manager that waits for the last one. Every rank has one.
 
-    `data` has the fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`). Rank 0 asks
-    `place_problem` before each save.
+    `data` has the fingerprints of tokenizer and tokens (`data.corpus.Corpus.fingerprints`), `extensions` the digests of
+    the run's own code. Rank 0 asks `place_problem` before each save.
     """
 
     def __init__(
@@ -160,6 +160,7 @@ class CheckpointSaver:
         config: Config,
         data: Mapping[str, str],
         *,
+        extensions: Mapping[str, str] | None = None,
         place_problem: PlaceProblem = lambda: None,
     ) -> None:
         self.directory = directory
@@ -176,6 +177,7 @@ class CheckpointSaver:
             "versions": installed_versions(),
             "config": config_to_dict(config),
             "data": dict(data),
+            "extensions": None if extensions is None else dict(extensions),
             "architecture": architecture(config.model, trainable.model.transformer_config),
             "layout": layout(config.model, num_ranks),
             "fp8": describe_fp8_state(trainable.model.spec.fp8),

@@ -10,9 +10,11 @@ directory two levels up; its fingerprint must match.
 """
 
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.core import save_config
@@ -33,7 +35,16 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import COMMON_STATE, FORMAT, METADATA
 from gpt_pretrain.config import own
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.choices import (
+    DataImpl,
+    Fp8RecipeName,
+    LayerName,
+    LossName,
+    OpenChoice,
+    OptimizerName,
+    TokenizerLibrary,
+)
+from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
@@ -45,6 +56,14 @@ _COMMON_KEY = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
 _OPTIMIZER = "optimizer."
 # Files written side by side, and tensors in memory.
 _NUM_FILES = 2
+# Choices of a run, by their keys, on which weights and what is computed with them do not depend.
+_NOT_OF_WEIGHTS: dict[tuple[str, ...], type[OpenChoice]] = {
+    ("model", "loss"): LossName,
+    ("model", "fp8_recipe"): Fp8RecipeName,
+    ("model", "optim", "name"): OptimizerName,
+    ("model", "data", "data_impl"): DataImpl,
+    ("model", "tokenizer", "library"): TokenizerLibrary,
+}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +73,7 @@ class SavedModel:
     path: Path
     manifest: Manifest
     config: Config
-    """Of the run that saved it."""
+    """Of the run that saved it; names of extensions that it does not need, and that are not loaded, are replaced."""
     tokenizer: Tokenizer | None
     """None if the data were token ids (`model.tokenizer.library=none`), or an imported model had none."""
 
@@ -75,9 +94,7 @@ def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     """
     path = path.absolute()
     manifest = read_manifest(path)
-    if missing := own.missing_problem(manifest.config.get("extensions")):
-        raise UserError(f"{path} was saved with {missing}")
-    config, problems = read_saved_config(OmegaConf.create(dict(manifest.config)))
+    config, problems = read_saved_config(OmegaConf.create(_of_the_model(path, manifest.config)))
     if config is None:
         listed = "; ".join(problems)
         raise UserError(
@@ -87,6 +104,31 @@ def open_checkpoint(path: Path, tokenizer: Path | None = None) -> SavedModel:
     return SavedModel(
         path=path, manifest=manifest, config=config, tokenizer=_find_tokenizer(path, manifest, config, tokenizer)
     )
+
+
+def _of_the_model(path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration with the program's own names in place of what extensions that are not loaded have named.
+
+    Of what extensions register, weights and their use depend on the layer alone; the tokenizer is a file.
+    """
+    dropped = own.dropped_modules(saved.get("extensions"))
+    if not dropped:
+        return dict(saved)
+    values = own.without_extensions(deepcopy(saved))
+    model = values.get("model")
+    if isinstance(model, dict) and model.get("layer") not in (None, *LayerName.__members__):
+        raise UserError(
+            f"{path} has model.layer={show(model['layer'])}, which is not loaded, and was saved with "
+            f"extensions=[{','.join(saved['extensions'])}]; if you trust the code, name the one that registers it"
+        )
+    values["extensions"] = [name for name in values["extensions"] if name not in dropped]
+    for (*sections, name), choice in _NOT_OF_WEIGHTS.items():
+        inner: Any = values
+        for section in sections:
+            inner = inner.get(section) if isinstance(inner, dict) else None
+        if isinstance(inner, dict) and inner.get(name) not in (None, *choice.__members__):
+            inner[name] = next(iter(choice.__members__))
+    return values
 
 
 def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path | None) -> Tokenizer | None:

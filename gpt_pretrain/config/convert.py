@@ -10,6 +10,7 @@ import csv
 import math
 from typing import Any
 
+from gpt_pretrain.config.choices import OpenChoice
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
 
@@ -54,7 +55,10 @@ def _choice(value: Any, key: Key) -> Any:
     by_value = {str(member.value).lower(): member.name for member in key.kind}
     nearest = by_value.get(text.lower()) or nearest_name(text, key.choices)
     allowed = ", ".join(key.choices) + (" or null" if key.optional else "")
-    raise WrongValue(f"is not one of {allowed}{did_you_mean(nearest)}")
+    way = did_you_mean(nearest)
+    if issubclass(key.kind, OpenChoice):
+        way += "; if an extension registers it, name that with extensions=[MODULE]"
+    raise WrongValue(f"is not one of {allowed}{way}")
 
 
 def _member(value: Any, key: Key, what: str) -> Any:

@@ -214,6 +214,8 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
     assert isinstance(values, dict)
     if missing := own.missing_problem(values.get("extensions")):
         return saved, [missing]
+    if own.dropped_modules(values.get("extensions")):
+        values = own.without_extensions(values)
     if isinstance(model := values.get("model"), dict):
         values["model"] = {
             name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False

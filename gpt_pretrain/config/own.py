@@ -4,7 +4,7 @@
 imports them: `rules.extensions` does.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, make_dataclass
 from enum import Enum
 from functools import cache
@@ -12,8 +12,10 @@ from typing import Any, cast
 
 from gpt_pretrain.config import schema
 
+DROPS = "-"
+"""Before the name of a module in `extensions`: the run goes on without it, though the checkpoint had it."""
 LOADED: list[str] = []
-"""The modules that this process has imported as extensions, in their order."""
+"""`extensions` of this process, in their order: modules that it has imported, and dropped ones after `DROPS`."""
 GIVEN: list[str] = []
 """The command line's `extensions=[…]`, which may drop those of a checkpoint; empty if it gives none."""
 SECTIONS: dict[str, type] = {}
@@ -46,17 +48,35 @@ def _plain(value: Any) -> Any:
     return value.name if isinstance(value, Enum) else value
 
 
+def dropped_modules(saved: Any) -> list[str]:
+    """Modules that `extensions` of a saved configuration names and this process has not imported."""
+    names = [str(name) for name in saved] if isinstance(saved, Sequence) and not isinstance(saved, str) else []
+    return [name for name in names if not name.startswith(DROPS) and name not in LOADED]
+
+
+def missing_modules(saved: Any) -> list[str]:
+    """Those among them that the command line does not drop: by `-NAME`, or all by `extensions=[]`."""
+    drops_all = bool(GIVEN) and not LOADED
+    return [] if drops_all else [name for name in dropped_modules(saved) if f"{DROPS}{name}" not in LOADED]
+
+
 def missing_problem(saved: Any) -> str | None:
-    """The message if `extensions` of a saved configuration names modules that this process has not imported.
+    """The message if a saved configuration has extensions that this process has neither imported nor dropped.
 
     A file is not asked to import anything: the user names what is to run.
     """
-    names = [str(name) for name in saved] if isinstance(saved, Sequence) and not isinstance(saved, str) else []
-    missing = [name for name in names if name not in LOADED]
+    missing = missing_modules(saved)
     if not missing:
         return None
+    without = [*LOADED, *(f"{DROPS}{name}" for name in missing)] if LOADED else []
     return (
-        f"extensions=[{','.join(names)}]: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed and not "
-        "loaded, because a saved configuration imports nothing by itself; if you trust the code, give "
-        f"extensions=[{','.join([*LOADED, *missing])}]"
+        f"extensions=[{','.join(map(str, saved))}]: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} needed "
+        "and not loaded, because a saved configuration imports nothing by itself; if you trust the code, give "
+        f"extensions=[{','.join([*LOADED, *missing])}], or extensions=[{','.join(without)}] to go on without it"
     )
+
+
+def without_extensions(saved: Mapping[Any, Any]) -> dict[str, Any]:
+    """A saved configuration without the groups of keys that nobody has registered here."""
+    known = {field.name for field in fields(config_class())}
+    return {name: value for name, value in saved.items() if name in known or not isinstance(value, Mapping)}

@@ -43,8 +43,14 @@ class OwnSource(TextSource):
 
     def read_file(self, path: Path) -> Iterator[Piece]:
         """Pieces of the documents of one file."""
-        with self._registered.named("documents"):
-            for text in self._source.documents(path):
+        with self._registered.named(f"documents of {path}"):
+            texts = self._source.documents(path)
+            if isinstance(texts, str):
+                raise UserError(
+                    f"documents() of {path} returned a str, whose letters would be the documents; yield texts, or "
+                    "return a list of them"
+                )
+            for text in texts:
                 if not isinstance(text, str):
                     raise UserError(f"documents() of {path} gave a {type(text).__name__}, and a document is a str")
                 yield from self.cut(text, len(text))

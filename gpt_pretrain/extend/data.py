@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_methods, register
+from gpt_pretrain.extend.registry import check_call, check_methods, register
 
 if TYPE_CHECKING:
     import tokenizers
@@ -31,7 +31,7 @@ def data_source[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the members of `DataSource`, as a decorator; `model.data.data_impl=NAME` chooses it."""
 
     def add(cls: S) -> S:
-        check_methods("data_source", name, cls, ("documents", "identity"))
+        check_methods("data_source", name, cls, {"__init__": "config", "documents": "path", "identity": ""})
         register("data_source", name, cls, cls.__module__, builtin=DataImpl)
         return cls
 
@@ -50,6 +50,7 @@ def tokenizer(name: str) -> Callable[[BuildTokenizer], BuildTokenizer]:
     """
 
     def add(build: BuildTokenizer) -> BuildTokenizer:
+        check_call("tokenizer", name, build, "config")
         register("tokenizer", name, build, build.__module__, builtin=TokenizerLibrary)
         return build
 

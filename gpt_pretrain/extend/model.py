@@ -8,7 +8,7 @@ from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName, LayerName, Lo
 from gpt_pretrain.config.errors import UserError, one_of
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import register
+from gpt_pretrain.extend.registry import check_call, register
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +38,7 @@ def layer(name: str) -> Callable[[BuildLayer], BuildLayer]:
     """
 
     def add(build: BuildLayer) -> BuildLayer:
+        check_call("layer", name, build, "run, layer")
         register("layer", name, build, build.__module__, builtin=LayerName)
         return build
 
@@ -73,6 +74,7 @@ def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Call
         )
 
     def add(change: ChangeRecipe) -> ChangeRecipe:
+        check_call("fp8_recipe", name, change, "recipe")
         value = RecipeVariant(of=of, powers_of_two=powers_of_two, change=change)
         register("fp8_recipe", name, value, change.__module__, builtin=Fp8RecipeName)
         return change
@@ -107,6 +109,7 @@ def loss(name: str) -> Callable[[TokenLosses], TokenLosses]:
     """
 
     def add(function: TokenLosses) -> TokenLosses:
+        check_call("loss", name, function, "logits, labels, config")
         register("loss", name, function, function.__module__, builtin=LossName)
         return function
 

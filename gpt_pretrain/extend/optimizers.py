@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import register
+from gpt_pretrain.extend.registry import check_call, register
 
 if TYPE_CHECKING:
     import torch
@@ -53,6 +53,7 @@ def optimizer(
         raise UserError(f"optimizer {name!r}: reads={wrong} is none of {', '.join(_OPTIM_KEYS)}")
 
     def add(build: BuildOptimizer) -> BuildOptimizer:
+        check_call("optimizer", name, build, "params, config")
         value = OwnOptimizer(build=build, states=tuple(states), reads=tuple(reads), elementwise=elementwise)
         register("optimizer", name, value, build.__module__, builtin=OptimizerName)
         return build

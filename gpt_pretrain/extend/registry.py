@@ -1,9 +1,10 @@
 """What extensions have registered in this process, and the errors of their code, which say whose they are."""
 
 import hashlib
+import inspect
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -99,11 +100,6 @@ def registered_choice(kind: str, choice: OpenChoice) -> Registered | None:
     return next((each for each in registered(kind) if each.name == choice.name), None)
 
 
-def sources() -> dict[str, str]:
-    """What was registered, with the SHA-256 of the file that did it, which all ranks must share."""
-    return {f"{each.kind} {each.name!r} of {each.module}": each.digest for each in REGISTERED}
-
-
 def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
     """Adds to the registry, and to `builtin`, which has the program's own names of the kind."""
     file = str(sys.modules[module].__file__)
@@ -119,7 +115,32 @@ def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenCh
         builtin.add(name)
 
 
-def check_methods(kind: str, name: str, cls: type, methods: Sequence[str]) -> None:
-    """Refuses a class that lacks one of these methods."""
+def check_call(kind: str, name: str, function: Callable[..., Any], arguments: str, *, written: str = "") -> None:
+    """Refuses a function that cannot be called with as many arguments as these; `written` is how it is declared."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Written in C: it does not say.
+        return
+    try:
+        signature.bind(*filter(None, arguments.split(", ")))
+    except TypeError as error:
+        called = getattr(function, "__name__", name)
+        raise UserError(
+            f"{kind} {name!r}: {called}{signature} is called as {called}({arguments}), which it does not take "
+            f"({error}); declare it as def {written or f'{called}({arguments})'}"
+        ) from None
+
+
+def check_methods(kind: str, name: str, cls: type, methods: Mapping[str, str]) -> None:
+    """Refuses a class that lacks one of these methods, or whose method does not take these arguments after `self`."""
     if missing := [method for method in methods if not callable(getattr(cls, method, None))]:
         raise UserError(f"{kind} {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")
+    for method, arguments in methods.items():
+        check_method(kind, name, cls, method, arguments)
+
+
+def check_method(kind: str, name: str, cls: type, method: str, arguments: str) -> None:
+    """Refuses a method that does not take these arguments after `self`."""
+    expected = ", ".join(filter(None, ("self", arguments)))
+    check_call(kind, name, getattr(cls, method), expected)

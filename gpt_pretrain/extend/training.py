@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import isfunction, signature
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_methods, register
+from gpt_pretrain.extend.registry import check_call, check_method, check_methods, register
 
 if TYPE_CHECKING:
     import torch
@@ -31,10 +32,13 @@ class Run:
     step: int
     """Optimizer steps done, from the start of the whole run."""
     metrics: Mapping[str, float]
-    """The newest logged numbers by plot, as in TensorBoard: "train/loss", "validation/perplexity" (docs/metrics.md)."""
+    """The newest logged numbers by plot, as in TensorBoard: "train/loss", the mean since the line of the log before,
+    "validation/perplexity" (docs/metrics.md). A number that is not logged yet is a KeyError that says when it comes."""
     read_loss: Callable[[], float]
     """Waits for the device and returns the newest step's cross entropy in nats per token, over all ranks; NaN before
     the process's first step. Every rank may call it or not."""
+    read_grad_norm: Callable[[], float]
+    """The same for the gradient's L2 norm over all parameters, before clipping."""
     checkpoint: Path | None = None
     """The newest checkpoint that this process has completed; in `save` the one just completed."""
     end_reason: str | None = None
@@ -55,14 +59,18 @@ class Callback:
     def after_step(self, run: Run) -> None:
         """After each step, and after its log line, validation and save, if any.
 
-        With `model.overlap_param_gather`, weights are whole again only in the other methods.
+        With `model.overlap_param_gather`, weights are whole again only in the other methods. With
+        `parallelism=fsdp`, a rank has none that is whole here, and `run.model` is refused.
         """
 
     def validation(self, run: Run) -> None:
         """After each validation; `run.metrics` has "validation/loss"."""
 
     def save(self, run: Run) -> None:
-        """When a checkpoint, `run.checkpoint`, is on the disk; with `checkpoint.async_save` some steps later."""
+        """When a checkpoint, `run.checkpoint`, is on the disk; with `checkpoint.async_save` some steps later.
+
+        `run.step` is the run's step by then; that of the checkpoint is in its name.
+        """
 
     def end(self, run: Run) -> None:
         """After the last step and the last save of this process, unless the run crashed."""
@@ -106,6 +114,7 @@ def validation_task(name: str) -> Callable[[ValidationTask], ValidationTask]:
     """
 
     def add(function: ValidationTask) -> ValidationTask:
+        check_call("validation_task", name, function, "run, evaluate")
         register("validation_task", name, function, function.__module__)
         return function
 
@@ -118,21 +127,42 @@ def callback[C: type[Callback]](name: str) -> Callable[[C], C]:
     def add(cls: C) -> C:
         if not (isinstance(cls, type) and issubclass(cls, Callback)):
             raise UserError(f"callback {name!r}: {cls!r} is no subclass of gpt_pretrain.extend.Callback")
-        known = vars(Callback)
-        if not any(hook in known and not hook.startswith("_") for each in cls.__mro__[:-2] for hook in vars(each)):
-            hooks = ", ".join(hook for hook in known if not hook.startswith("_"))
-            raise UserError(f"callback {name!r}: {cls.__name__} overrides none of {hooks}, so it would never run")
+        _check_hooks(name, cls)
         register("callback", name, cls, cls.__module__)
         return cls
 
     return add
 
 
+def _check_hooks(name: str, cls: type[Callback]) -> None:
+    hooks = [hook for hook in vars(Callback) if not hook.startswith("_")]
+    added = {each: value for one in cls.__mro__[:-2] for each, value in vars(one).items() if one is not Callback}
+    for method, value in added.items():
+        if method not in hooks and _looks_like_a_hook(method, value):
+            raise UserError(
+                f"callback {name!r}: {cls.__name__}.{method} would never be called: the methods of a callback are "
+                f"{', '.join(hooks)}; begin the name of one for your own use with _"
+            )
+    if not set(hooks) & set(added):
+        raise UserError(
+            f"callback {name!r}: {cls.__name__} overrides none of {', '.join(hooks)}, so it would never run"
+        )
+    for hook in set(hooks) & set(added):
+        check_method("callback", name, cls, hook, "run")
+
+
+def _looks_like_a_hook(method: str, value: Any) -> bool:
+    takes_run = isfunction(value) and list(signature(value).parameters)[1:] == ["run"]
+    return not method.startswith("_") and isfunction(value) and (takes_run or method.startswith("on_"))
+
+
 def sink[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the methods of `Sink`, as a decorator; `name` is for messages."""
 
     def add(cls: S) -> S:
-        check_methods("sink", name, cls, ("write", "close"))
+        check_methods(
+            "sink", name, cls, {"__init__": "run_dir, config, start_step", "write": "step, values", "close": ""}
+        )
         register("sink", name, cls, cls.__module__)
         return cls
 

@@ -11,7 +11,17 @@ import torch
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import Registered, registered_choice
+from gpt_pretrain.extend.registry import Registered, check_call, registered_choice
+
+type Cut = Callable[[torch.Tensor], Sequence[torch.Tensor]]
+
+# How a distributed optimizer and tensor parallelism cut matrices.
+_CUTS: dict[str, Cut] = {
+    "as a flat range": lambda matrix: matrix.flatten().chunk(2),
+    "by rows": lambda matrix: matrix.chunk(2),
+    "by columns": lambda matrix: matrix.chunk(2, dim=1),
+}
+_VALUES = ""
 
 
 class SkippingOptimizer(torch.optim.Optimizer):
@@ -54,6 +64,7 @@ def build_own(registered: Registered, config: Config, params: list[dict[str, Any
         inner = registered.value.build(params, config)
         if not isinstance(inner, torch.optim.Optimizer):
             raise UserError(f"it returned {type(inner).__name__}, which is no torch.optim.Optimizer")
+    check_call("optimizer", registered.name, inner.step, "", written="step(self, closure=None)")
     return SkippingOptimizer(inner, registered.value.states, registered)
 
 
@@ -79,22 +90,66 @@ def check_own_optimizer(config: Config) -> None:
         problem = "its step leaves a parameter as it is"
     if problem is None:
         stepped, zeroed = _trial(registered, config)
-        for name in registered.value.states:
-            stepped.state[zeroed][name] = zeroed.new_zeros(()) if name == "step" else torch.zeros_like(zeroed)
-        stepped.found_inf = zeroed.new_zeros(())
+        _zero_states(stepped)
         stepped.step()
         if not torch.equal(fresh, zeroed):
             problem = "its first step is another one from states of zeros, which is how a run makes them"
+    if problem is None and registered.value.elementwise:
+        problem = _elementwise_problem(registered, config)
     if problem is not None:
         raise UserError(f"{registered}: {problem}")
 
 
 def _trial(registered: Registered, config: Config) -> tuple[SkippingOptimizer, torch.nn.Parameter]:
     """The optimizer of a matrix with gradients, on the run's device."""
-    device = torch.cuda.current_device()
-    parameter = torch.nn.Parameter(torch.linspace(0.5, 1, 12, device=device).view(3, 4))
-    parameter.grad = torch.linspace(-1, 2, 12, device=device).view(3, 4)
+    parameter = torch.nn.Parameter(_numbers(0.5, 1))
+    parameter.grad = _numbers(-1, 2)
     return build_own(registered, config, [{"params": [parameter]}]), parameter
+
+
+def _numbers(first: float, last: float) -> torch.Tensor:
+    """A matrix of [8, 16]: its halves fill vector registers too, so that cutting does not change how values round."""
+    return torch.linspace(first, last, 128, device=torch.cuda.current_device()).view(8, 16)
+
+
+def _zero_states(optimizer: SkippingOptimizer) -> None:
+    """States as a run makes them, and nothing that skips a step."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            for name in optimizer.state_names:
+                shape = () if name == "step" else parameter.shape
+                optimizer.state[parameter][name] = parameter.new_zeros(shape)
+            optimizer.found_inf = parameter.new_zeros(())
+
+
+def _elementwise_problem(registered: Registered, config: Config) -> str | None:
+    """Why its matrices cannot be cut: two steps of the halves are other ones than those of the whole, in some bit."""
+    (whole,) = _two_steps(registered, config, lambda matrix: [matrix])
+    for how, cut in _CUTS.items():
+        halves = _two_steps(registered, config, cut)
+        for number, half in enumerate(halves):
+            for name, value in half.items():
+                expected = whole[name] if name == "step" else cut(whole[name])[number]
+                if not torch.equal(value, expected):
+                    what = "values" if name == _VALUES else f"state {name!r}"
+                    return (
+                        f"elementwise=True was registered, and of a matrix that is cut in two {how} it computes other "
+                        f"{what} than of the whole matrix; register elementwise=False, with which a distributed "
+                        "optimizer and tensor parallelism, which cut matrices, are refused"
+                    )
+    return None
+
+
+def _two_steps(registered: Registered, config: Config, cut: Cut) -> list[dict[str, torch.Tensor]]:
+    """Values and states of the parts of a matrix after two steps."""
+    parameters = [torch.nn.Parameter(part.clone()) for part in cut(_numbers(0.5, 1))]
+    optimizer = build_own(registered, config, [{"params": parameters}])
+    _zero_states(optimizer)
+    for gradient in (_numbers(-1, 2), _numbers(-3, 0.5).flip(0, 1)):
+        for parameter, part in zip(parameters, cut(gradient), strict=True):
+            parameter.grad = part.clone()
+        optimizer.step()
+    return [{_VALUES: parameter.detach(), **optimizer.state[parameter]} for parameter in parameters]
 
 
 def _state_problem(registered: Registered, parameter: torch.Tensor, found: dict[str, Any]) -> str | None:

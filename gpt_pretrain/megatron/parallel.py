@@ -26,6 +26,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.extend.code import code_files
+from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_while_waiting
@@ -95,21 +97,57 @@ def check_ranks_agree(values: Mapping[str, Any]) -> None:
     Raises:
         UserError: They differ. It names the keys, the values and a rank that has them.
     """
+    _check_agree(
+        {f"{key}=": value for key, value in values.items()},
+        {f"{key}=": json.dumps(value) for key, value in values.items()},
+        absent="null",
+        problem="the ranks do not run the same configuration",
+        way_out="Give all of them the same command line, and the same files where --config-dir or --config-path names "
+        "some",
+    )
+
+
+def check_extensions_agree() -> None:
+    """Raises an error unless all ranks run the same code of extensions, wherever it lies; all ranks call it.
+
+    Raises:
+        UserError: They have registered different things, or files differ. It names them and a rank that has each.
+    """
+    names = [f"{each.kind} {each.name!r} of {each.module}" for each in REGISTERED]
+    files = {f"{name}: ": file for name, file in code_files().items()}
+    has = {f"{name}: ": "registered" for name in names}
+    _check_agree(
+        {**has, **{name: file.sha256 for name, file in files.items()}},
+        {**has, **{name: str(file) for name, file in files.items()}},
+        absent="missing",
+        problem="the ranks do not have the same extensions",
+        way_out="Install the same version on all nodes, or point PYTHONPATH at the same folder on all of them; what a "
+        "module registers may not depend on the rank",
+    )
+
+
+def _check_agree(
+    values: Mapping[str, Any], told: Mapping[str, str], *, absent: str, problem: str, way_out: str
+) -> None:
+    """Raises a UserError if a value differs between ranks; `told` has the texts for it."""
     digest = hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
     world_size = torch.distributed.get_world_size()
     digests = [""] * world_size
     torch.distributed.all_gather_object(digests, digest)
     if len(set(digests)) == 1:
         return
-    everybody: list[Mapping[str, Any]] = [{}] * world_size
-    torch.distributed.all_gather_object(everybody, values)
+    everybody: list[tuple[Mapping[str, Any], Mapping[str, str]]] = [({}, {})] * world_size
+    torch.distributed.all_gather_object(everybody, (values, told))
     _wait_until_all_know()
-    different = list(_differences(everybody))
+    different = []
+    for key in dict.fromkeys(key for of_rank, _ in everybody for key in of_rank):
+        first = everybody[0][0].get(key)
+        other = next((rank for rank, (of_rank, _) in enumerate(everybody) if of_rank.get(key) != first), None)
+        if other is not None:
+            texts = [everybody[rank][1].get(key, absent) for rank in (0, other)]
+            different.append(f"{key}{texts[0]} on rank 0 and {texts[1]} on rank {other}")
     more = f" and {len(different) - _KEYS_SHOWN} more" if len(different) > _KEYS_SHOWN else ""
-    raise UserError(
-        f"the ranks do not run the same configuration: {'; '.join(different[:_KEYS_SHOWN])}{more}. Give all of them "
-        "the same command line, and the same files where --config-dir or --config-path names some"
-    )
+    raise UserError(f"{problem}: {'; '.join(different[:_KEYS_SHOWN])}{more}. {way_out}")
 
 
 def _wait_until_all_know() -> None:
@@ -120,14 +158,6 @@ def _wait_until_all_know() -> None:
     while known < torch.distributed.get_world_size() and time.monotonic() < deadline:
         time.sleep(0.05)
         known = store.add("ranks that know they differ", 0)
-
-
-def _differences(everybody: list[Mapping[str, Any]]) -> Iterator[str]:
-    for key in dict.fromkeys(key for values in everybody for key in values):
-        value = everybody[0].get(key)
-        other = next((rank for rank, values in enumerate(everybody) if values.get(key) != value), None)
-        if other is not None:
-            yield f"{key}={json.dumps(value)} on rank 0 and {json.dumps(everybody[other].get(key))} on rank {other}"
 
 
 def lay_out_ranks(model: ModelConfig) -> None:

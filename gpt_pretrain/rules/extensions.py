@@ -23,7 +23,7 @@ from gpt_pretrain.config.keys import did_you_mean, nearest_name
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.extend.registry import REGISTERED, where
 
-_MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
+_MODULE = re.compile(rf"{own.DROPS}?[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _WRITE = "write extensions=[my_lab.callbacks]"
 
 
@@ -68,9 +68,13 @@ def _value_of(line: str) -> Any:
 
 def _names(origin: str, value: Any) -> list[str]:
     if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        raise ConfigError([f"{origin} is not a list of modules; {_WRITE}"])
+        way = f"write extensions=[{value}]" if isinstance(value, str) and _MODULE.fullmatch(value) else _WRITE
+        raise ConfigError([f"{origin} is not a list of modules; {way}"])
     if wrong := [name for name in value if not _MODULE.fullmatch(name)]:
         raise ConfigError([f"{origin}: {show(name)} is not the name of a module; {_WRITE}" for name in wrong])
+    modules = [name.removeprefix(own.DROPS) for name in value]
+    if twice := [name for name in dict.fromkeys(modules) if modules.count(name) > 1]:
+        raise ConfigError([f"{origin}: {', '.join(twice)} is named more than once; name each module once"])
     return value
 
 
@@ -82,7 +86,8 @@ def import_extensions(names: Any, origin: str) -> None:
     """
     own.LOADED[:] = []
     for name in _names(origin, names):
-        _import(name, origin)
+        if not name.startswith(own.DROPS):
+            _import(name, origin)
         own.LOADED.append(name)
 
 

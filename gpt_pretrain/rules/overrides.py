@@ -89,6 +89,10 @@ def override_problems(override: Override, loader: Loader, groups: Sequence[str],
         yield from _key_problems(override, groups, command)
 
 
+# Names that extensions register, where a group of files has the program's own.
+_OF_EXTENSIONS = {"data": "model.data.data_impl", "optimizer": "model.optim.name", "fp8": "model.fp8_recipe"}
+
+
 def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
     group, line, value = override.key_or_group, override.input_line, override.value()
     if override.is_delete():
@@ -109,7 +113,9 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
                 instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
                 nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                 known = f"; known: {', '.join(options)}" if options else ""
-                yield f"{line}: {group} has no option {show(option)}{nearest}{known}"
+                own = _OF_EXTENSIONS.get(group) if instead is None else None
+                way = "" if own is None else f"; an extension's is chosen with {own}={option}"
+                yield f"{line}: {group} has no option {show(option)}{nearest}{known}{way}"
 
 
 def _is_chosen(group: str, loader: Loader) -> bool:

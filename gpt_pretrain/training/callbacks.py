@@ -8,7 +8,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import NoReturn
 
+import torch
+
+from gpt_pretrain.config.derived import shards_weights
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.keys import did_you_mean, nearest_name
+from gpt_pretrain.config.schema import TrainerConfig
 from gpt_pretrain.extend.registry import Registered, registered
 from gpt_pretrain.extend.training import Callback, Run
 from gpt_pretrain.report.records import EndReason, Record
@@ -17,17 +24,65 @@ from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.watchdog import Watchdog
 
 
+class _NotLoggedError(KeyError):
+    """A number that is not logged yet, or never."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class _Metrics(dict[str, float]):
+    """The newest logged numbers; says when those come that are not known."""
+
+    def __init__(self, trainer: TrainerConfig) -> None:
+        super().__init__()
+        self.step = 0
+        self._intervals = {
+            "train": ("numbers are logged", "log_every_n_steps", trainer.log_every_n_steps),
+            "validation": ("the run validates", "val_check_interval", trainer.val_check_interval),
+        }
+
+    def __missing__(self, name: str) -> float:
+        what, key, every = self._intervals.get(name.partition("/")[0], self._intervals["train"])
+        nearest = did_you_mean(nearest_name(name, list(self)))
+        raise _NotLoggedError(
+            f"run.metrics[{name!r}] is not known at step {self.step}: {what} every {every} steps (trainer.{key})"
+            f"{nearest}"
+        )
+
+
+class _NoWholeWeights(list[torch.nn.Module]):
+    """In place of the model's chunks after a step with sharded weights, whose parameters have no memory then."""
+
+    def _refuse(self, *_: object) -> NoReturn:
+        raise UserError(
+            "run.model has no whole weights in after_step with "
+            "model.data_parallel_sharding_strategy=optim_grads_params; use it in start, validation, save or end, read "
+            "this rank's masters in run.optimizer.param_groups, or train with parallelism=zero2"
+        )
+
+    __getitem__ = __iter__ = __len__ = _refuse
+
+
 class Callbacks:
     """All callbacks of a run; without any, its methods do nothing."""
 
-    def __init__(self, setup: Setup, watchdog: Watchdog, read_loss: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        setup: Setup,
+        watchdog: Watchdog,
+        *,
+        read_loss: Callable[[], float],
+        read_grad_norm: Callable[[], float],
+    ) -> None:
         self._watchdog = watchdog
         self._model = setup.trainable.model
         self._callbacks: list[tuple[Registered, Callback]] = []
         for each in registered("callback"):
             with each.named("__init__"):
                 self._callbacks.append((each, each.value()))
-        self._metrics: dict[str, float] = {}
+        self._metrics = _Metrics(setup.config.trainer)
+        self._metrics.step = setup.progress.step
         self._run = Run(
             config=setup.config,
             run_dir=setup.run_dir,
@@ -37,12 +92,13 @@ class Callbacks:
             step=setup.progress.step,
             metrics=self._metrics,
             read_loss=read_loss,
+            read_grad_norm=read_grad_norm,
         )
 
     def logged(self, record: Record) -> None:
         """Keeps the numbers of a record for the calls that follow."""
         if self._callbacks:
-            self._metrics |= scalars(record)
+            self._metrics.update(scalars(record))
 
     def run_at(self, step: int) -> Run:
         """What a callback would get at this step."""
@@ -54,23 +110,28 @@ class Callbacks:
 
     def after_step(self, step: int) -> None:
         """After a step, with its number from the start of the whole run."""
-        self._run.step = step
+        self._at(step)
         self._call("after_step", lambda callback, run: callback.after_step(run))
 
     def validation(self, step: int) -> None:
         """After a validation."""
-        self._run.step = step
+        self._at(step)
         self._call("validation", lambda callback, run: callback.validation(run))
 
     def save(self, step: int, checkpoint: Path) -> None:
         """After a checkpoint has been completed."""
-        self._run.step, self._run.checkpoint = step, checkpoint
+        self._at(step)
+        self._run.checkpoint = checkpoint
         self._call("save", lambda callback, run: callback.save(run))
 
     def end(self, step: int, reason: EndReason) -> None:
         """After the last step and save."""
-        self._run.step, self._run.end_reason = step, reason
+        self._at(step)
+        self._run.end_reason = reason
         self._call("end", lambda callback, run: callback.end(run))
+
+    def _at(self, step: int) -> None:
+        self._run.step = self._metrics.step = step
 
     def _call(self, hook: str, call: Callable[[Callback, Run], None]) -> None:
         for each, callback in self._callbacks:
@@ -80,5 +141,8 @@ class Callbacks:
             # After a step, the next forward pass gathers the weights that this one left in shards.
             gathered = nullcontext() if hook == "after_step" else self._model.gathered_parameters()
             # A copy: what one callback does to it does not reach the next one.
+            run = replace(self._run)
+            if hook == "after_step" and shards_weights(self._run.config.model):
+                run.model = _NoWholeWeights()
             with self._watchdog.busy(f"{hook} of {each}"), gathered, each.named(hook):
-                call(callback, replace(self._run))
+                call(callback, run)

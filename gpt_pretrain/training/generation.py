@@ -15,6 +15,7 @@ from megatron.core.transformer.module import Float16Module
 
 from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
 from gpt_pretrain.checkpoint.state import METADATA, describe_weights, take_extra_states
+from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
@@ -199,12 +200,12 @@ def continuations(
 
 
 def inference_config(saved: SavedModel) -> Config:
-    """The default configuration with the saved model, in one process: no layout, no FP8, its own precision."""
+    """The default configuration with the saved model and own keys, in one process: no layout, no FP8, its precision."""
     model = saved.config.model
     # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
     is_fp32 = saved.manifest.architecture.get("parameters") == "float32"
     precision, transformer_engine = ("fp32", "false") if is_fp32 else ("bf16", "null")
-    return load_config(
+    config = load_config(
         [
             *("model=base", "parallelism=single", "fp8=none"),
             *(f"{key}={value}" for key, value in describe_weights(model).items()),
@@ -217,6 +218,9 @@ def inference_config(saved: SavedModel) -> Config:
             "model.cuda_graph_impl=none",
         ]
     )
+    for group in own.SECTIONS:
+        setattr(config, group, getattr(saved.config, group))
+    return config
 
 
 @contextmanager

@@ -19,11 +19,17 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, config_to_yaml
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
-from gpt_pretrain.extend.registry import registered, sources
+from gpt_pretrain.extend.registry import registered
 from gpt_pretrain.launch.environment import library_versions
 from gpt_pretrain.launch.run_dir import HeldDirectory, make_run_dir, run_lock
 from gpt_pretrain.megatron.own_optimizer import check_own_optimizer
-from gpt_pretrain.megatron.parallel import check_ranks_agree, on_rank_zero, process_groups, user_buffers
+from gpt_pretrain.megatron.parallel import (
+    check_extensions_agree,
+    check_ranks_agree,
+    on_rank_zero,
+    process_groups,
+    user_buffers,
+)
 from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
@@ -63,7 +69,8 @@ def train(spec: RunSpec, after_step: AfterStep | None = None) -> EndReason:
     corpus = prepare_corpus(config, show_progress=launch.is_rank_zero)
     check_prompt(config, corpus)
     with process_groups(config.model, launch, spec.platform), user_buffers(spec), ExitStack() as stack:
-        check_ranks_agree({**dict(flatten(config_to_dict(config))), **sources()})
+        check_ranks_agree(dict(flatten(config_to_dict(config))))
+        check_extensions_agree()
         check_own_optimizer(config)
 
         # Rank 0 alone holds the run directory.

@@ -16,6 +16,7 @@ from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
+from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.run_dir import nearest_existing
 from gpt_pretrain.megatron.model import build_model
@@ -71,7 +72,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     start = choose_start(config.checkpoint, run_dir / "checkpoints")
     notes = []
     if start is not None and not start.weights_only:
-        _check_extensions(start)
+        notes += _extension_notes(start)
         corpus = corpus.continued(start.checkpoint.manifest.data)
         if not (corpus.is_epoch_by_epoch or corpus.is_mock):
             notes.append(_OLD_ORDER)
@@ -109,11 +110,18 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     )
 
 
-def _check_extensions(start: Start) -> None:
-    """Refuses to drop the extensions that a run has had, unless the command line says which ones it has now."""
-    problem = own.missing_problem(start.checkpoint.manifest.config.get("extensions"))
-    if problem is not None and not own.GIVEN:
-        raise UserError(f"{start.checkpoint.path} was saved with {problem}, or extensions=[] to go on without it")
+def _extension_notes(start: Start) -> list[str]:
+    """Which extensions the run drops, and which have changed; refuses to drop any unless the command line says so."""
+    path, manifest = start.checkpoint.path, start.checkpoint.manifest
+    had = manifest.config.get("extensions")
+    if problem := own.missing_problem(had):
+        raise UserError(f"{path} was saved with {problem}")
+    saved, now = manifest.extensions or {}, code_digests()
+    changed = [package for package, digest in now.items() if saved.get(package, digest) != digest]
+    return [
+        *(f"the run goes on without the extension {name}, which {path.name} had" for name in own.dropped_modules(had)),
+        *(f"the code of the extension {package} has changed since {path.name} was saved" for package in changed),
+    ]
 
 
 def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:

@@ -14,6 +14,7 @@ from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
+from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank, on_rank_zero
@@ -61,13 +62,18 @@ class Trainer:
         self._setup = setup
         self._trainable = trainable
         self._newest: StepResult | None = None
-        self._callbacks = Callbacks(setup, watchdog, self._read_loss)
+        self._callbacks = Callbacks(setup, watchdog, read_loss=self._read_loss, read_grad_norm=self._read_grad_norm)
         self._write = log
         self._watchdog = watchdog
         self._after_step = after_step
         self._meter = Meter(setup.spec)
         self._saver = CheckpointSaver(
-            setup.checkpoints, trainable, config, setup.corpus.fingerprints, place_problem=place_problem
+            setup.checkpoints,
+            trainable,
+            config,
+            setup.corpus.fingerprints,
+            extensions=code_digests(),
+            place_problem=place_problem,
         )
         self._saved_step: int | None = None
         self._save_problem: str | None = None
@@ -106,6 +112,10 @@ class Trainer:
     def _read_loss(self) -> float:
         """Waits for the newest step's loss."""
         return math.nan if self._newest is None else mean_loss(self._newest.loss_sum_and_tokens)
+
+    def _read_grad_norm(self) -> float:
+        """Waits for the newest step's gradient norm."""
+        return math.nan if self._newest is None else float(self._newest.grad_norm)
 
     def _log(self, record: Record) -> None:
         self._callbacks.logged(record)

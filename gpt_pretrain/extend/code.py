@@ -1,0 +1,100 @@
+"""The code of this process's extensions, which all ranks must share and which a resume compares with the checkpoint's.
+
+It is every .py file of a package whose modules have registered something or are named in `extensions`, whether it has
+been imported or not: modules that need torch are imported later, inside functions. What such a package imports from
+elsewhere does not count.
+"""
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from gpt_pretrain.config import own
+from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.extend.registry import REGISTERED
+
+# Reading more would delay the start; a package of that size holds more than extensions.
+_MOST_FILES, _MOST_BYTES = 10_000, 256 * 2**20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CodeFile:
+    """A .py file of an extension's package, as it was when the process first asked."""
+
+    path: Path
+    sha256: str
+
+    def __str__(self) -> str:
+        return f"{self.path} (SHA-256 {self.sha256[:12]}…)"
+
+
+def code_files() -> dict[str, CodeFile]:
+    """The files by their names in the packages, such as "my_lab/lion.py".
+
+    Raises:
+        UserError: A package has more than 10,000 .py files, or more than 256 MiB of them, or one cannot be read.
+    """
+    modules = [each.module for each in REGISTERED] + own.LOADED
+    packages = sorted({module.partition(".")[0] for module in modules} & set(sys.modules))
+    return {name: file for package in packages for name, file in _read(package, tuple(_places(package))).items()}
+
+
+def code_digests() -> dict[str, str]:
+    """SHA-256 of the names and contents of each package's files, by the package, for a checkpoint's manifest."""
+    digests = {}
+    files = code_files()
+    for package in sorted({_package_of(name) for name in files}):
+        lines = [f"{name} {file.sha256}\n" for name, file in files.items() if _package_of(name) == package]
+        digests[package] = hashlib.sha256("".join(lines).encode()).hexdigest()
+    return digests
+
+
+def _package_of(name: str) -> str:
+    return name.partition("/")[0].removesuffix(".py")
+
+
+def _places(package: str) -> list[str]:
+    """The folders of a package, or the file of a module that stands by itself."""
+    module = sys.modules[package]
+    file = getattr(module, "__file__", None)
+    return list(getattr(module, "__path__", [])) or ([] if file is None else [file])
+
+
+@cache
+def _read(package: str, places: tuple[str, ...]) -> dict[str, CodeFile]:
+    found: dict[str, CodeFile] = {}
+    num_bytes = 0
+    for name, path in sorted((name, path) for place in places for name, path in _python_files(package, Path(place))):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{path} of an extension cannot be read: {error}") from error
+        num_bytes += len(content)
+        if len(found) == _MOST_FILES or num_bytes > _MOST_BYTES:
+            raise UserError(
+                f"{package} ({places[0]}) has more than {_MOST_FILES:,} .py files or {_MOST_BYTES // 2**20} MiB of "
+                "them, too many to compare between ranks; put the extension into a package of its own"
+            )
+        found[name] = CodeFile(path=path, sha256=hashlib.sha256(content).hexdigest())
+    return found
+
+
+def _python_files(package: str, place: Path) -> Iterator[tuple[str, Path]]:
+    """The files that Python could import, one more than are allowed at most."""
+    if place.is_file():
+        yield place.name, place
+        return
+    num_files = 0
+    for parent, folders, names in os.walk(place, followlinks=True):
+        folders[:] = sorted(name for name in folders if name.isidentifier() and name != "__pycache__")
+        for name in sorted(names):
+            path = Path(parent, name)
+            if path.suffix == ".py" and path.is_file():
+                yield f"{package}/{path.relative_to(place).as_posix()}", path
+                num_files += 1
+                if num_files > _MOST_FILES:
+                    return
