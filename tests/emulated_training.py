@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 from torch.distributed import distributed_c10d
 
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
@@ -156,6 +157,8 @@ def emulated_training(*overrides: str, torchao: Mapping[str, bool] | None = None
     """Builds what `training.run` builds, in this one process; with an own `fp8.torchao.TorchAO` where told how."""
     install_cpu_device()
     config = _tiny_config(*overrides)
+    # It counts the layers of the first model in a process.
+    destroy_moe_metrics_tracker()
     with process_groups(config.model, read_launch({}), detect_platform()):
         yield build_training_of(config, torchao)
 

@@ -94,7 +94,6 @@ BAD_INPUTS = {
     "a command that needs no word": (["train"], [("'train' ", "key=value", "leave it out")]),
     "a section for a key": (["trainer"], [("'trainer' ", "trainer.KEY=…", "--help")]),
     "a boolean for an option": (["fp8=true"], [("fp8=true:", "no option true", "use fp8=delayed")]),
-    "another library's sharding": (["parallelism=fsdp"], [("parallelism=fsdp:", "use dp")]),
     "FP8 as a precision": (["trainer.precision=fp8"], [("trainer.precision='fp8' ", "use fp8=delayed")]),
     "a word": (["nonsense"], [("'nonsense' ", "key=value")]),
     "nothing": (["", "model.seed=3"], [("'' ", "leave it out")]),

@@ -63,7 +63,6 @@ UNSUPPORTED_OPTIONS = {
     ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
     ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
     ("fp8", "false"): "use fp8=none",
-    ("parallelism", "fsdp"): "weights are not sharded; use dp, whose distributed optimizer shards its states",
 }
 
 
