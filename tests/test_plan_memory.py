@@ -25,6 +25,7 @@ EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_siz
 ON_FOUR = ("model.global_batch_size=16", "plan.num_gpus=4")
 EIGHT_BILLION = ("model=llama3_8b", "parallelism=dp", *ON_FOUR, *SEPARATE_KERNELS)
 ON_TWO = ("model.global_batch_size=16", "plan.num_gpus=2")
+FEW_TOKENS = ("model.encoder_seq_length=256", "model.micro_batch_size=1")
 FOUR_H100S = ("experiment=llama3_8b_4gpu", "fp8=delayed", "model.fp8_params=true", "plan.gpu=h100")
 SMALL_FP8_STATES = (
     "model.optim.use_precision_aware_optimizer=true",
@@ -275,10 +276,18 @@ def test_bytes_of_sharded_weights(overrides, expected):
 
 def test_weights_are_whole_for_a_save():
     """Of a model whose activations need less than that."""
-    few = ("model.encoder_seq_length=256", "model.micro_batch_size=1")
-    items = plan_of("model=llama3_8b", "parallelism=fsdp", "plan.num_gpus=8", *few).memory.worst.items
+    items = plan_of("model=llama3_8b", "parallelism=fsdp", "plan.num_gpus=8", *FEW_TOKENS).memory.worst.items
     assert items["whole weights"] == pytest.approx(2 * 8_030_261_248)
     assert "activations" not in items
+
+
+def test_a_start_with_drawn_weights_may_need_most():
+    """FP8 weights of a large model, on so few ranks that the moments do not make up for it."""
+    run = ("parallelism=fsdp", "fp8=delayed", "model.fp8_params=true", *FEW_TOKENS)
+    items = plan_of("model=llama3_8b", "plan.num_gpus=8", *run).memory.worst.items
+    in_fp8, others = 32 * LAYER_WEIGHTS, 8_030_261_248 - 32 * LAYER_WEIGHTS
+    held = items["weights"] + items["FP8 weights"] + items["moments"] + items["weights being read"]
+    assert items["whole weights"] == pytest.approx(3 * in_fp8 + 2 * others - held)
 
 
 def test_sharded_gradients_are_a_way_out():

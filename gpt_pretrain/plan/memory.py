@@ -272,6 +272,18 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
     return sum(2.0 * rows * columns for rows, columns in shapes)
 
 
+def _whole_weights_bytes(spec: RunSpec, stage: Stage, items: Mapping[str, float]) -> float:
+    """What sharded weights take beside `items` while all are whole.
+
+    A save or a validation makes them so, and keeps few activations. A run starts with them, and FP8 weights keep the
+    values that they were drawn as until masters are made; there are no moments yet.
+    """
+    own = items["weights"] + items.get("FP8 weights", 0.0)
+    whole = own * stage.num_parameters / stage.optimizer_parameters(spec)
+    drawn = element_bytes(spec) * stage.fp8_weights if items.get("FP8 weights") else 0.0
+    return max(whole, whole + drawn - own - items["moments"] - items["weights being read"])
+
+
 def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     model, items = spec.model, _parameter_items(spec, stage)
     even = _passing_peak(spec, stage, load=1.0)
@@ -280,11 +292,9 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
     if element_bytes(spec) == 2 and not (model.grad_reduce_in_fp32 or model.optim.use_precision_aware_optimizer):
         # torch's optimizers read gradients in the masters' type.
         copies = 4 * stage.optimizer_parameters(spec)
-    # A save or a validation makes all weights whole, and keeps few activations.
-    whole = items.get("weights", 0.0) + items.get("FP8 weights", 0.0) if shards_weights(model) else 0.0
     at_once: tuple[dict[str, float], ...] = (
         {"gradients in fp32": copies, "orthogonalization": orthogonalization_bytes(spec, stage)},
-        {"whole weights": whole * stage.num_parameters / stage.optimizer_parameters(spec)},
+        {"whole weights": _whole_weights_bytes(spec, stage, items) if shards_weights(model) else 0.0},
         {**even, "uneven experts": uneven_peak - sum(even.values())},
     )
     sizes = [sum(each.values()) for each in at_once]
