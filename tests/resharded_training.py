@@ -107,6 +107,9 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "fsdp_pp2": (4, ["parallelism=pp2", _FULLY]),
     "fsdp_small.bf16": (2, ["parallelism=fsdp", *LEAN, *SMALLEST]),
     "fsdp.stored_bf16": (2, ["parallelism=fsdp", *_STORED]),
+    # In each of two groups of ranks.
+    "hsdp": (4, ["parallelism=hsdp2"]),
+    "hsdp.stored_bf16": (4, ["parallelism=hsdp2", *_STORED]),
     "fsdp_ep2.moe": (2, ["parallelism=ep2", _FULLY, *_EXPERTS]),
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),

@@ -86,6 +86,13 @@ CASES: dict[str, tuple[int, Sequence[str]]] = {
     "pp2_vp2": (4, (*_PP2, "model.virtual_pipeline_model_parallel_size=2")),
     "pp2 recomputed": (4, (*_PP2, *_RECOMPUTED)),
     "ep2 of 4": (4, ("model.expert_model_parallel_size=2", *_EXPERTS)),
+    # Two groups of two ranks.
+    "hsdp": (4, ()),
+    "hsdp bf16": (4, _BF16),
+    "hsdp stored": (4, (*emulate("torchao_tensorwise"), "model.fp8_params=true", *_BF16)),
+    "hsdp small states": (4, (*LEAN, *SMALLEST)),
+    "hsdp tied": (4, _TIED),
+    "hsdp ep2": (4, ("model.expert_model_parallel_size=2", *_EXPERTS)),
 }
 # For Transformer Engine's layers, whose products write over what `main_grad` holds where they find the mark.
 GPU_CASES: dict[str, tuple[int, Sequence[str]]] = {
@@ -102,7 +109,8 @@ GPU_CASES: dict[str, tuple[int, Sequence[str]]] = {
 def config_of(case: str, strategy: str | None = None) -> Config:
     """Of one of the models of a case."""
     own = {**CASES, **GPU_CASES}[case][1]
-    return compose_quickly([*TINY, *_RUN, *own, *([] if strategy is None else [STRATEGIES[strategy]])])
+    instances = ["model.num_distributed_optimizer_instances=2"] if case.startswith("hsdp") else []
+    return compose_quickly([*TINY, *_RUN, *own, *([] if strategy is None else [STRATEGIES[strategy], *instances])])
 
 
 def _own_parts(training: Training) -> Iterator[tuple[torch.nn.Parameter, int, int]]:
@@ -126,9 +134,9 @@ def whole_gradients(training: Training) -> list[torch.Tensor]:
             gradient[start:end] = own if own.numel() == end - start else own[start:end]
         is_expert = not getattr(parameter, "allreduce", True)
         group = (
-            parallel_state.get_expert_data_parallel_group()
+            parallel_state.get_expert_data_parallel_group(partial_expert_data_parallel=True)
             if is_expert
-            else parallel_state.get_data_parallel_group(with_context_parallel=True)
+            else parallel_state.get_data_parallel_group(with_context_parallel=True, partial_data_parallel=True)
         )
         torch.distributed.all_reduce(gradient, group=group)
         whole.append(gradient)
@@ -187,5 +195,7 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
             lay_out_anew(config_of(case))
             whole = train(config_of(case))
             for strategy in STRATEGIES:
+                if config_of(case, strategy).model.num_distributed_optimizer_instances > 1:
+                    lay_out_anew(config_of(case, strategy))
                 seen = compare(whole, train(config_of(case, strategy)))
                 (folder / f"{case}.{strategy}.{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))

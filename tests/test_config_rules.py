@@ -209,6 +209,24 @@ RULES = {
         told="model.data_parallel_sharding_strategy=optim_grads_params model.overlap_grad_reduce=false",
         offers="model.data_parallel_sharding_strategy=null | model.overlap_grad_reduce=true",
     ),
+    "groups of ranks that share nothing": Refused(
+        "parallelism=dp model.num_distributed_optimizer_instances=2",
+        told="model.num_distributed_optimizer_instances=2 model.data_parallel_sharding_strategy",
+        offers="model.num_distributed_optimizer_instances=1",
+        world_size=4,
+    ),
+    "groups of ranks of different sizes": Refused(
+        "parallelism=hsdp2 model.num_distributed_optimizer_instances=4 model.micro_batch_size=1 "
+        "model.global_batch_size=12",
+        told="model.num_distributed_optimizer_instances=4",
+        offers="model.num_distributed_optimizer_instances=1,2,3,6",
+        world_size=6,
+    ),
+    "no group of ranks": Refused(
+        "parallelism=fsdp model.num_distributed_optimizer_instances=0",
+        told="model.num_distributed_optimizer_instances=0",
+        offers="model.num_distributed_optimizer_instances=1",
+    ),
     "compiled layers with sharded gradients": Refused(
         "model.compile=true parallelism=zero2 model.overlap_param_gather=false",
         told="model.compile=true model.data_parallel_sharding_strategy=optim_grads",

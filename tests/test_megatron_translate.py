@@ -183,6 +183,15 @@ ROWS = [
         ddp={"data_parallel_sharding_strategy": "optim_grads_params", "bucket_size": 40_000_000},
     ),
     Row(
+        override="model.num_distributed_optimizer_instances=2",
+        context=(
+            "model.use_distributed_optimizer=true",
+            "model.overlap_grad_reduce=true",
+            "model.data_parallel_sharding_strategy=optim_grads",
+        ),
+        ddp={"num_distributed_optimizer_instances": 2},
+    ),
+    Row(
         override="model.ddp_bucket_size=5000000",
         context=("model.overlap_grad_reduce=true",),
         ddp={"bucket_size": 5_000_000},

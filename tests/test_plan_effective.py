@@ -55,6 +55,7 @@ CHANGES = [
         "model.data_parallel_sharding_strategy=optim_grads",
         ("model=llama3_8b", "model.use_distributed_optimizer=true", "model.overlap_grad_reduce=true"),
     ),
+    ("model.num_distributed_optimizer_instances=2", ("model=llama3_8b", "parallelism=fsdp", "plan.num_gpus=4")),
     ("model.ddp_bucket_size=5000000", ("model.overlap_grad_reduce=true",)),
     (
         "model.overlap_moe_expert_parallel_comm=true",
@@ -175,7 +176,7 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
         or key.endswith(("_parallel_size", "_bf16", "sequence_parallel"))
     }
     expected |= {"trainer.precision", "model.transformer_engine", "model.use_distributed_optimizer"}
-    expected.add("model.data_parallel_sharding_strategy")
+    expected |= {"model.data_parallel_sharding_strategy", "model.num_distributed_optimizer_instances"}
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
     expected |= {

@@ -222,6 +222,11 @@ class ModelConfig:
     data_parallel_sharding_strategy: ShardingStrategy | None = key(before=None, planned=True)
     """optim_grads: shard gradients, too, and reduce those of each microbatch at once; optim_grads_params: shard weights
     as well, and gather a layer's when it computes; null: each rank has all of both."""
+    num_distributed_optimizer_instances: int = key(
+        minimum=1, before=1, planned=True, core=["DistributedDataParallelConfig"]
+    )
+    """HSDP: groups of data-parallel ranks; ranks of a group share what data_parallel_sharding_strategy says, and the
+    groups hold the same and reduce gradients with each other once a step."""
     overlap_grad_reduce: bool = key(planned=True, core=["DistributedDataParallelConfig"])
     """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = key(planned=True, core=["DistributedDataParallelConfig", "OptimizerConfig"])

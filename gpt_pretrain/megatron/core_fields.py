@@ -216,7 +216,12 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
     interleaved = model.virtual_pipeline_model_parallel_size is not None
     strategy, sharding = model.data_parallel_sharding_strategy, "model.data_parallel_sharding_strategy"
     buckets = ddp_bucket_size(model, num_shards)
-    averages = spec.platform.cuda and num_shards > 1 and model.num_moe_experts is None and not model.data.eod_mask_loss
+    averages = (
+        spec.platform.cuda
+        and spec.layout.dp * spec.layout.cp > 1
+        and model.num_moe_experts is None
+        and not model.data.eod_mask_loss
+    )
     return [
         *_told_by_schema(spec, "DistributedDataParallelConfig"),
         _distributed_optimizer(spec),

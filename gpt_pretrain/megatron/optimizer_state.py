@@ -258,7 +258,8 @@ def _own_shards(
         for parameter, ranges in bucket["param_map"].items():
             for kind, values in states_of(parameter).items():
                 for place in _tensors_of(places[parameter], f"{_STATES}{kind}.", values.dtype):
-                    yield from _shards(place, values, ranges["param"].start)
+                    start, instance = ranges["param"].start, part.distributed_optimizer_instance_id
+                    yield from _shards(place, values, start, instance)
 
 
 def _tensors_of(
@@ -273,10 +274,10 @@ def _tensors_of(
         yield replace(place, key=prefix + place.key, data=shape, dtype=dtype)
 
 
-def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[ShardedTensor]:
+def _shards(place: ShardedTensor, values: torch.Tensor, start: int, instance: int) -> Iterator[ShardedTensor]:
     """The boxes of a tensor, a contiguous view into a parameter, that this rank's stretch of the parameter covers.
 
-    `values`, [n], is the stretch, from `start` on.
+    `values`, [n], is the stretch, from `start` on. Ranks of other instances have the same.
     """
     assert place.data.is_contiguous(), f"{place.key} does not lie row by row in its parameter"
     first = place.data.storage_offset()
@@ -294,8 +295,8 @@ def _shards(place: ShardedTensor, values: torch.Tensor, start: int) -> Iterator[
             global_shape=place.global_shape,
             global_offset=tuple(whole + offset for whole, offset in zip(place.global_offset, own, strict=True)),
             axis_fragmentations=None,
-            # No other data parallel rank has it.
-            replica_id=(*place.replica_id[:-1], 0),
+            # No other data parallel rank of this instance has it.
+            replica_id=(*place.replica_id[:-1], instance),
             allow_shape_mismatch=place.allow_shape_mismatch,
         )
         at += num_values

@@ -169,6 +169,7 @@ def lay_out_ranks(model: ModelConfig) -> None:
         context_parallel_size=model.context_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
         expert_tensor_parallel_size=expert_tensor_parallel_size(model),
+        num_distributed_optimizer_instances=model.num_distributed_optimizer_instances,
         # Those would be groups for CPU tensors beside NCCL's.
         create_gloo_process_groups=False,
     )

@@ -77,8 +77,8 @@ def lay_out(
     ddp_config: DistributedDataParallelConfig,
 ) -> FullParamLayout:
     """A layout for each of megatron-core's buffers, whose buckets are its parts of the sections, without memory."""
-    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True)
-    expert_ranks = parallel_state.get_expert_data_parallel_world_size()
+    ranks = parallel_state.get_data_parallel_world_size(with_context_parallel=True, partial_data_parallel=True)
+    expert_ranks = parallel_state.get_expert_data_parallel_world_size(partial_expert_data_parallel=True)
     section_of = {parameter: index for index, section in enumerate(sections) for parameter in section}
     layouts = {}
     for key, (own, indices) in group_params_for_buffers(parameters, ddp_config.grad_reduce_in_fp32).items():

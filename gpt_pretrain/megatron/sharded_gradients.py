@@ -275,6 +275,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
                 missing = ", ".join(sorted(self.names[parameter] for parameter in section.waits_for))
                 raise RuntimeError(f"no gradient of {missing} in a microbatch")
         self._collect(besides=None)
+        if self.ddp_config.num_distributed_optimizer_instances > 1:
+            self._sum_over_instances()
         for group in self._groups:
             group.param_gather_dispatched = False
         for parameter, part in self._parts.items():
@@ -295,6 +297,12 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         """Sharded weights have hooks of their own."""
         if self.ddp_config.data_parallel_sharding_strategy != ShardingStrategy.optim_grads_params.value:
             super().enable_forward_pre_hook()
+
+    def _sum_over_instances(self) -> None:
+        """Sums or averages the step's gradients over the groups of ranks that share them out in the same way."""
+        operation = ReduceOp.AVG if self.ddp_config.average_in_collective else ReduceOp.SUM
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            torch.distributed.all_reduce(buffer.grad_data, op=operation, group=self.inter_dist_opt_group)
 
 
 class _PartReader(DistributedOptimizer):  # type: ignore[misc]

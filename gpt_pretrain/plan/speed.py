@@ -124,7 +124,18 @@ def data_parallel_s(gpu: Gpu, spec: RunSpec, stage: Stage, *, backward_s: float)
     if shards_gradients(model):
         # In each microbatch, the rank's part is read and added to a sum.
         passed = num_reductions * gradient * (_zeroed_gradients(spec, stage) + 3 * stage.optimizer_parameters(spec))
-    exposed = max(lost * reduce_s, reduce_s - hidden_reduce) + max(lost_gather * gather_s, gather_s - hidden_gather)
+    if layout.instances > 1:
+        # Once a step, and hidden by nothing.
+        own = gradient * stage.optimizer_parameters(spec)
+        between = link_bytes_per_s(gpu, layout, layout.tp * layout.dp * layout.cp)
+        passed_on = 2 * own * (1 - 1 / layout.instances) / between
+    else:
+        passed_on = 0.0
+    exposed = (
+        passed_on
+        + max(lost * reduce_s, reduce_s - hidden_reduce)
+        + max(lost_gather * gather_s, gather_s - hidden_gather)
+    )
     return exposed + (memory_s(gpu, passed) if passed else 0.0)
 
 

@@ -7,7 +7,13 @@ divisions of widths, heads and sequences.
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
-from gpt_pretrain.config.derived import model_parallel_size, num_microbatches, uses_distributed_optimizer
+from gpt_pretrain.config.derived import (
+    expert_tensor_parallel_size,
+    model_parallel_size,
+    num_microbatches,
+    shards_gradients,
+    uses_distributed_optimizer,
+)
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
@@ -81,6 +87,22 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         batch, samples = model.global_batch_size, model.micro_batch_size * ranks
         divisor = f"model.micro_batch_size={model.micro_batch_size} × {ranks} data-parallel ranks = {samples}"
         yield indivisible(f"model.global_batch_size={batch}", divisor, one_of(multiples_near(batch, samples)))
+    else:
+        yield from _instances(model, world // model.pipeline_model_parallel_size)
+
+
+def _instances(model: ModelConfig, ranks: int) -> Iterator[str]:
+    """Whether the `ranks` of a pipeline stage that share weights, and those that share experts, make equal groups."""
+    instances = model.num_distributed_optimizer_instances
+    sharing = [("data-parallel", ranks // model.tensor_model_parallel_size)]
+    if model.num_moe_experts is not None:
+        experts = ranks // (model.expert_model_parallel_size * expert_tensor_parallel_size(model))
+        sharing.append(("expert data-parallel", experts))
+    for kind, size in sharing:
+        if size % instances:
+            key = "model.num_distributed_optimizer_instances"
+            yield f"{key}={instances} does not divide the {size} {kind} ranks; use {key}={one_of(divisors(size))}"
+            return
 
 
 def recomputation(model: ModelConfig) -> Iterator[str]:
@@ -125,6 +147,12 @@ def gradients(model: ModelConfig) -> Iterator[str]:
         yield (
             "model.overlap_param_gather=true needs model.use_distributed_optimizer=true and "
             "model.overlap_grad_reduce=true; set both (parallelism=dp does), or model.overlap_param_gather=false"
+        )
+    instances = f"model.num_distributed_optimizer_instances={model.num_distributed_optimizer_instances}"
+    if model.num_distributed_optimizer_instances > 1 and not shards_gradients(model):
+        yield (
+            f"{instances} needs model.data_parallel_sharding_strategy; use optim_grads or optim_grads_params, or "
+            "model.num_distributed_optimizer_instances=1"
         )
 
 

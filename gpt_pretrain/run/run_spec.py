@@ -33,17 +33,19 @@ class Layout:
     """Ranks that share each expert's matrices."""
     num_microbatches: int
     """Per optimizer step and data-parallel rank."""
+    instances: int
+    """Groups of data-parallel ranks with the same shards."""
     gpus_per_node: int
 
     @property
     def shards(self) -> int:
-        """Ranks over which optimizer states can be sharded: DP · CP."""
-        return self.dp * self.cp
+        """Ranks over which optimizer states can be sharded: DP · CP / instances."""
+        return self.dp * self.cp // self.instances
 
     @property
     def expert_shards(self) -> int:
-        """The same for the parameters of experts: a pipeline stage's ranks / (EP · expert tensor parallel)."""
-        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+        """The same for parameters of experts: a stage's ranks / (EP · expert tensor parallel · instances)."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp * self.instances)
 
     @property
     def world_size(self) -> int:
@@ -85,6 +87,7 @@ def plan_layout(model: ModelConfig, launch: Launch) -> Layout:
         ep=model.expert_model_parallel_size,
         etp=expert_tensor_parallel_size(model),
         num_microbatches=num_microbatches(model, world_size),
+        instances=model.num_distributed_optimizer_instances,
         gpus_per_node=launch.local_world_size,
     )
 

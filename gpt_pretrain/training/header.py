@@ -162,10 +162,12 @@ def describe_fp8(spec: RunSpec) -> str:
 
 
 def _describe_sharding(model: ModelConfig) -> str:
+    instances = model.num_distributed_optimizer_instances
+    groups = f" in each of {instances} groups of ranks" if instances > 1 else ""
     if shards_weights(model):
-        return ", weights, gradients and optimizer states sharded"
+        return f", weights, gradients and optimizer states sharded{groups}"
     if shards_gradients(model):
-        return ", gradients and optimizer states sharded"
+        return f", gradients and optimizer states sharded{groups}"
     return ", distributed optimizer" if uses_distributed_optimizer(model) else ""
 
 
