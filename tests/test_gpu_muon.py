@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.resharded_training import differing, saved_state
 from tests.runs import SMALL_GPU_RUN, run_small
-from tests.test_gpu_resume import DISTRIBUTED, curve
+from tests.test_gpu_resume import DISTRIBUTED, check_resume
 
 pytestmark = pytest.mark.gpu
 
@@ -36,18 +35,11 @@ GPT2 = (
     ids=["bf16", "delayed weights", "tensorwise weights", "blockwise"],
 )
 def test_gpt2_learns_is_proven_and_resumes_bit_for_bit(precision, tmp_path, cache_dir):
-    overrides = [*MUON, *GPT2, *precision]
-    uncut = run_small(1, tmp_path / "uncut", cache_dir, [*overrides, f"trainer.max_steps={STEPS}"], on_gpus=True)
+    uncut = check_resume(tmp_path, cache_dir, [*MUON, *GPT2, *precision], cut=CUT, end=STEPS)
     losses = [record.loss for record in uncut.train]
     assert losses[-1] < losses[0] - 1
     # A proof that finds FP8 other than planned ends a run.
     assert bool(uncut.fp8_proofs) is bool(precision)
-    run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={CUT}"], on_gpus=True)
-    resumed = run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={STEPS}"], on_gpus=True)
-    assert [start.step for start in resumed.starts] == [0, CUT]
-    assert curve(resumed) == curve(uncut)
-    expected, state = (saved_state(tmp_path / name / "checkpoints" / f"step_{STEPS:08d}") for name in ("uncut", "cut"))
-    assert differing(state, expected) == set()
 
 
 @pytest.mark.gpu(count=2)

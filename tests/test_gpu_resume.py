@@ -37,14 +37,19 @@ def curve(metrics):
     ],
 )
 def test_fifty_steps_after_a_resume_are_those_of_the_uncut_run(precision, tmp_path, cache_dir):
-    overrides = [*DETERMINISTIC, *precision]
-    uncut = run_small(1, tmp_path / "uncut", cache_dir, [*overrides, f"trainer.max_steps={END}"], on_gpus=True)
-    run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={CUT}"], on_gpus=True)
-    resumed = run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={END}"], on_gpus=True)
-    assert [start.step for start in resumed.starts] == [0, CUT]
+    check_resume(tmp_path, cache_dir, [*DETERMINISTIC, *precision], cut=CUT, end=END)
+
+
+def check_resume(tmp_path, cache_dir, overrides, *, cut, end):
+    """A run that stops at step `cut` and goes on to `end` is the uncut run, whose metrics it returns."""
+    uncut = run_small(1, tmp_path / "uncut", cache_dir, [*overrides, f"trainer.max_steps={end}"], on_gpus=True)
+    run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={cut}"], on_gpus=True)
+    resumed = run_small(1, tmp_path / "cut", cache_dir, [*overrides, f"trainer.max_steps={end}"], on_gpus=True)
+    assert [start.step for start in resumed.starts] == [0, cut]
     assert curve(resumed) == curve(uncut)
-    expected, state = (saved_state(tmp_path / name / "checkpoints" / f"step_{END:08d}") for name in ("uncut", "cut"))
+    expected, state = (saved_state(tmp_path / name / "checkpoints" / f"step_{end:08d}") for name in ("uncut", "cut"))
     assert differing(state, expected) == set()
+    return uncut
 
 
 @pytest.mark.gpu(count=2)
