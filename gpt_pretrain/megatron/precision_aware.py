@@ -95,7 +95,8 @@ def _kernel() -> Callable[[torch.Tensor, AdamState, AdamStep], None]:
     return update_on_gpu
 
 
-def _pairs(groups: Iterable[Any], master_groups: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+def pairs_of_groups(groups: Iterable[Any], master_groups: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Parameters of megatron-core's groups with what other groups have in their places: masters, or parts."""
     for group, masters in zip(groups, master_groups, strict=True):
         yield from zip(group, masters, strict=True)
 
@@ -115,7 +116,7 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
         if self.is_stub_optimizer:
             return
         # FP8 weights have no flat form; None stands for them.
-        for weight, master in _pairs(self.shard_float16_groups, self.shard_fp32_from_float16_groups):
+        for weight, master in pairs_of_groups(self.shard_float16_groups, self.shard_fp32_from_float16_groups):
             # The kernel writes the weight, unless it is cast to FP8 later.
             follows = weight is not None and not self._is_distopt_quantized_param(weight)
             remainders = follows and self.config.store_param_remainders
@@ -132,8 +133,8 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
 
     def _parameters_and_masters(self) -> Iterator[tuple[Any, Any]]:
         """Parameters that this rank holds a part of, with the masters of the parts."""
-        yield from _pairs(self.model_float16_groups, self.shard_fp32_from_float16_groups)
-        yield from _pairs(self.model_fp32_groups, self.shard_fp32_groups)
+        yield from pairs_of_groups(self.model_float16_groups, self.shard_fp32_from_float16_groups)
+        yield from pairs_of_groups(self.model_fp32_groups, self.shard_fp32_groups)
 
     def _copy_model_grads_to_main_grads(self) -> None:
         """Lets Adam read gradients where they were reduced, without a copy."""

@@ -24,7 +24,7 @@ An embedding that is also the head of the same chunk gets gradients at both ends
 its own. The LM head's loss computes gradients in the forward pass, so the first section opens before that.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -42,6 +42,7 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 from gpt_pretrain.config.choices import ShardingStrategy
 from gpt_pretrain.launch.patches import GRADIENT_BUFFERS, patched
+from gpt_pretrain.megatron.precision_aware import pairs_of_groups
 from gpt_pretrain.megatron.section_buffers import (
     SectionBucket,
     SectionedBuffer,
@@ -194,10 +195,16 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         }
         self.weights: WholeWeights | None = None
         """None: weights are always whole."""
-        if ddp_config.data_parallel_sharding_strategy == ShardingStrategy.optim_grads_params.value:
+        if self._shards_weights:
             self.weights = self._share_weights_out(chunk)
         if chunk.post_process:
             chunk.output_layer.register_forward_pre_hook(self._before_head)
+
+    @property
+    def _shards_weights(self) -> bool:
+        # megatron-core asks for hooks before `weights` is there.
+        strategy: str = self.ddp_config.data_parallel_sharding_strategy
+        return strategy == ShardingStrategy.optim_grads_params.value
 
     def _share_weights_out(self, chunk: Any) -> WholeWeights:
         """Weights that are whole in turn, in the sections of the gradients."""
@@ -295,7 +302,7 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
     def enable_forward_pre_hook(self) -> None:
         """Sharded weights have hooks of their own."""
-        if self.ddp_config.data_parallel_sharding_strategy != ShardingStrategy.optim_grads_params.value:
+        if not self._shards_weights:
             super().enable_forward_pre_hook()
 
     def _sum_over_instances(self) -> None:
@@ -314,7 +321,7 @@ class _PartReader(DistributedOptimizer):  # type: ignore[misc]
     def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
         groups = super()._build_model_and_main_param_groups(*args, **kwargs)
         of_model_16, of_model_32, of_rank_16, of_rank_32, _ = groups
-        for parameter, part in (*_pairs(of_model_16, of_rank_16), *_pairs(of_model_32, of_rank_32)):
+        for parameter, part in (*pairs_of_groups(of_model_16, of_rank_16), *pairs_of_groups(of_model_32, of_rank_32)):
             if hasattr(parameter, "own_part") and not is_float8tensor(parameter):
                 # What the optimizer writes moves with it.
                 parameter.own_part = part
@@ -337,7 +344,7 @@ class _PartReader(DistributedOptimizer):  # type: ignore[misc]
             distrib_optimizer.quantize_param_shard(
                 *self._get_fp8_params_and_shard_fp32_from_fp8(), self.data_parallel_group
             )
-        for parameter, master in _pairs(self.model_float16_groups, self.shard_fp32_from_float16_groups):
+        for parameter, master in pairs_of_groups(self.model_float16_groups, self.shard_fp32_from_float16_groups):
             if not is_float8tensor(parameter):
                 parameter.own_part.copy_(master)
 
@@ -352,11 +359,6 @@ class _PartReader(DistributedOptimizer):  # type: ignore[misc]
     @property
     def _shards_weights(self) -> bool:
         return any(chunk.weights is not None for chunk in self.model_chunks)
-
-
-def _pairs(groups: Iterable[Any], others: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    for group, other in zip(groups, others, strict=True):
-        yield from zip(group, other, strict=True)
 
 
 @cache

@@ -9,7 +9,6 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import pairwise
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients, shards_weights
@@ -34,7 +33,7 @@ from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER, Linear, chunk_tokens
 from gpt_pretrain.run.run_spec import RunSpec
-from gpt_pretrain.run.sections import group_layers
+from gpt_pretrain.run.sections import group_layers, place_in_turn
 
 GIB = 2**30
 # cuBLAS's and Transformer Engine's workspaces, token batches, amax histories, rotary tables.
@@ -127,7 +126,7 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     return {"masters": updated * master, "moments": updated * moments}
 
 
-def _section_values(spec: RunSpec, stage: Stage, *, table_bytes: float = 1, weight_bytes: float = 1) -> float:
+def _section_values(spec: RunSpec, stage: Stage, *, table_bytes: int = 1, weight_bytes: float = 1) -> int:
     """Values of the two neighboring sections that are largest, and of what is whole beside them, in all chunks.
 
     Given sizes of a value of embedding and head, and of layers, it is bytes (`run.sections`).
@@ -137,7 +136,7 @@ def _section_values(spec: RunSpec, stage: Stage, *, table_bytes: float = 1, weig
     first, last = stage.index == 0, stage.index == layout.pp - 1
     tied = model.share_embeddings_and_output_weights and first and last
     # A tied embedding has memory of its own.
-    values: float = table if tied else 0
+    values = table if tied else 0
     sizes = [layer_parameters(model, layer) for layer in stage.layers.values()]
     # The backward pass of a chunk goes through it from the last layer to the first.
     chunks = [
@@ -145,11 +144,10 @@ def _section_values(spec: RunSpec, stage: Stage, *, table_bytes: float = 1, weig
     ]
     for index, layers in enumerate(chunks):
         groups = group_layers(layers, ddp_bucket_size(model, layout.shards) or sum(layers))
-        sections = [weight_bytes * sum(layers[layer] for layer in group) for group in groups]
+        sections = [round(weight_bytes * sum(layers[layer] for layer in group)) for group in groups]
         head = [table] if last and index == len(chunks) - 1 and not tied else []
         embedding = [table] if first and index == 0 and not tied else []
-        in_turn = [*head, *sections, *embedding]
-        values += max([*map(sum, pairwise(in_turn)), *in_turn], default=0)
+        values += place_in_turn([*head, *sections, *embedding])[1]
     return values
 
 
@@ -167,7 +165,7 @@ def _sharded_weight_items(
     """The rank's part of weights, and those that passes make whole; `stored` of them are stored in FP8."""
     element, own = element_bytes(spec), stage.optimizer_parameters(spec) / stage.num_parameters
     fp8_share = stored / sum(linear.num_weights for linear in stage.linears)
-    in_use = _section_values(spec, stage, table_bytes=element, weight_bytes=element - (element - 1) * fp8_share)
+    in_use: float = _section_values(spec, stage, table_bytes=element, weight_bytes=element - (element - 1) * fp8_share)
     items = {"weights": own * element * (stage.num_parameters - stored), "FP8 weights": own * stored}
     if not stored:
         items["FP8 copies of weights"] = read_in_fp8 * copies
