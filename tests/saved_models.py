@@ -43,6 +43,7 @@ FAMILIES = {
         "model.share_embeddings_and_output_weights=false",
         "model.ffn_hidden_size=80",
     ),
+    "gpt2, squared relu": ("model=gpt2_124m", "model.activation=squared_relu"),
     "llama": ("model=llama3_8b", *GROUPED),
     "llama, tied, biases everywhere, wide heads": (
         "model=llama3_8b",

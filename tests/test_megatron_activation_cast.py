@@ -47,6 +47,7 @@ def test_the_kernels_interpreted_compute_what_torch_does():
         (("fp8=delayed", "model.fp8_emulate=true"), "model.fp8_emulate=true"),
         (("fp8=blockwise",), "model.fp8_recipe=blockwise"),
         (("fp8=delayed", "model.activation=gelu"), "model.activation=gelu"),
+        (("fp8=delayed", "model.activation=squared_relu"), "model.activation=squared_relu"),
         (("fp8=delayed", "model.bias=true"), "model.bias=true"),
         (
             ("fp8=delayed", "model.bias_activation_fusion=false"),

@@ -595,7 +595,14 @@ def silu(x: float) -> float:
     return x / (1.0 + math.exp(-x))
 
 
-@pytest.mark.parametrize(("activation", "formula"), [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu)])
+def squared_relu(x: float) -> float:
+    return max(x, 0.0) ** 2
+
+
+@pytest.mark.parametrize(
+    ("activation", "formula"),
+    [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu), ("squared_relu", squared_relu)],
+)
 def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
     config = load_config([*BASE, f"model.activation={activation}"])
     activation_func = translate_transformer(spec_of(config, CPU)).activation_func

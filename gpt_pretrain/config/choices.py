@@ -28,11 +28,15 @@ class Normalization(Enum):
 
 
 class Activation(Enum):
-    """MLP activation. `gelu` is the exact (erf) form, `gelu_tanh` GPT-2's tanh approximation, `swiglu` gated SiLU."""
+    """MLP activation. `gelu` is the exact (erf) form, `gelu_tanh` GPT-2's tanh approximation, `swiglu` gated SiLU.
+
+    `squared_relu` is Primer's (So et al. 2021, arXiv 2109.08668).
+    """
 
     gelu = "gelu"
     gelu_tanh = "gelu_tanh"
     swiglu = "swiglu"
+    squared_relu = "squared_relu"
 
 
 class PositionEmbedding(Enum):

@@ -94,7 +94,7 @@ class ModelConfig:
     layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"], core=["TransformerConfig"])
     """Epsilon of the normalization."""
     activation: Activation = key(identity="model")
-    """MLP activation: gelu, gelu_tanh, swiglu."""
+    """MLP activation: gelu, gelu_tanh, swiglu, squared_relu."""
     bias: bool = key(identity="model", core=["TransformerConfig.add_bias_linear"])
     """Biases in the linear layers."""
     qkv_bias: bool = key(identity="model", core=["TransformerConfig.add_qkv_bias"])

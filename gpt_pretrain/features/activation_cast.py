@@ -32,6 +32,8 @@ class ActivationCast(FusedKernel):
             yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
         if model.activation is Activation.gelu:
             yield "model.activation=gelu", "it computes GELU's tanh form"
+        if model.activation is Activation.squared_relu:
+            yield "model.activation=squared_relu", "it computes SwiGLU, and GELU's tanh form"
         if model.activation is Activation.swiglu and model.bias:
             yield "model.bias=true", "it adds a bias only to a GELU"
         if model.bias_activation_fusion is False:

@@ -28,7 +28,7 @@ class Architecture(Enum):
     qwen3_moe = "Qwen3MoeForCausalLM"
 
 
-_GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu"}
+_GPT2_ACTIVATIONS = {Activation.gelu_tanh: "gelu_new", Activation.gelu: "gelu", Activation.squared_relu: "relu2"}
 _GPT2_ACTIVATION_NAMES = {"gelu_pytorch_tanh": Activation.gelu_tanh} | {v: k for k, v in _GPT2_ACTIVATIONS.items()}
 
 # The fields of ours that a class restricts, with the values that it supports.

@@ -47,6 +47,7 @@ class ActivationFunction(Enum):
     gelu = "gelu"
     """The exact GELU. It also selects megatron-core's fused bias+GELU, which computes the tanh form."""
     gelu_tanh = "gelu_tanh"
+    squared_relu = "squared_relu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,8 @@ def _told_by_schema(spec: RunSpec, config: str) -> Iterator[Field]:
 def _activation(spec: RunSpec) -> ActivationFunction:
     if spec.model.activation is Activation.swiglu:
         return ActivationFunction.silu
+    if spec.model.activation is Activation.squared_relu:
+        return ActivationFunction.squared_relu
     plain_tanh = spec.model.activation is Activation.gelu_tanh and not spec.kernels.bias_activation_fusion
     return ActivationFunction.gelu_tanh if plain_tanh else ActivationFunction.gelu
 

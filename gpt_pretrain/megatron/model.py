@@ -42,10 +42,18 @@ from gpt_pretrain.megatron.weights import built_without_first_values, initialize
 from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.run.run_spec import RunSpec
 
+
+
+def _squared_relu(values: torch.Tensor) -> torch.Tensor:
+    # megatron-core's own is compiled at its first call, which takes minutes of C++ without a GPU.
+    return F.relu(values).square()
+
+
 _ACTIVATIONS = {
     ActivationFunction.silu: F.silu,
     ActivationFunction.gelu: F.gelu,
     ActivationFunction.gelu_tanh: partial(F.gelu, approximate="tanh"),
+    ActivationFunction.squared_relu: _squared_relu,
 }
 
 

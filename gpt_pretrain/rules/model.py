@@ -134,6 +134,11 @@ def fusions(model: ModelConfig) -> Iterator[str]:
             f"use model.activation=gelu_tanh{'' if model.bias else ' with model.bias=true'}, or "
             "model.bias_activation_fusion=null"
         )
+    if model.bias_activation_fusion and model.activation is Activation.squared_relu:
+        yield (
+            "model.bias_activation_fusion=true has no kernel for model.activation=squared_relu; "
+            "use model.bias_activation_fusion=null, or model.activation=swiglu"
+        )
     if model.bias_activation_fusion and model.activation is Activation.gelu_tanh and not model.bias:
         yield (
             "model.bias_activation_fusion=true needs model.bias=true with model.activation=gelu_tanh; "
