@@ -13,9 +13,10 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import chunk_tokens
-from tests.emulated_training import TINY
+from tests.emulated_training import TINY, build_training_of
 from tests.forked_runs import fork_ranks, interpret_kernels
 from tests.linear_loss_training import compare_variants, differences
+from tests.programs.z_loss_layouts import Z_LOSS
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96
 # Four chunks, the last of them smaller.
@@ -49,20 +50,47 @@ def head():
     )
 
 
-def reference(hidden, weight, labels, loss_gradient):
-    """Losses and both gradients in fp64."""
+def reference(hidden, weight, labels, loss_gradient, z_loss=0.0):
+    """Losses without the penalty and both gradients with it, in fp64."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
-    losses = torch.nn.functional.cross_entropy(hidden @ weight.t(), labels, reduction="none")
-    losses.backward(loss_gradient.double())
+    logits = hidden @ weight.t()
+    losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    (losses + z_loss * logits.logsumexp(1).square()).backward(loss_gradient.double())
     return losses.detach(), hidden.grad, weight.grad
 
 
-def test_losses_and_gradients_are_those_of_fp64(one_rank, head):
+@pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.02])
+def test_losses_and_gradients_are_those_of_fp64(z_loss, one_rank, head):
     hidden, weight, labels, loss_gradient = head
-    losses = linear_cross_entropy(hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True)
+    losses = linear_cross_entropy(
+        hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True, z_loss=z_loss
+    )
     losses.backward(loss_gradient)
-    for ours, expected in zip((losses, hidden.grad, weight.grad), reference(*head), strict=True):
+    for ours, expected in zip((losses, hidden.grad, weight.grad), reference(*head, z_loss), strict=True):
         assert torch.allclose(ours.detach().double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_ranks_that_share_the_vocabulary_share_the_penalty(head, tmp_path):
+    torch.save([tensor.detach() for tensor in head], tmp_path / "head.pt")
+    done = fork_ranks(2, ["tests/programs/z_loss_layouts.py", str(tmp_path)])
+    assert done.returncode == 0, done.stderr[-4000:]
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
+    # megatron-core sums the hidden states' gradients over the ranks.
+    found = ranks[0][0], ranks[0][1] + ranks[1][1], torch.cat([ranks[0][2], ranks[1][2]])
+    for ours, expected in zip(found, reference(*head, Z_LOSS), strict=True):
+        assert torch.allclose(ours.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_the_penalty_reaches_the_head_of_a_run(one_rank):
+    """A step changes gradients by it, and leaves it out of the loss."""
+    losses, gradients = [], []
+    for weight in (0.0, 0.1):
+        training = build_training_of(load_config([*TINY, f"model.z_loss_coeff={weight}"]))
+        losses.append(training.step())
+        head = next(chunk.output_layer for chunk in training.trainable.model.gpt_chunks)
+        gradients.append(head.weight.main_grad.clone())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6)
+    assert (gradients[1] - gradients[0]).norm() > 0.1 * gradients[0].norm()
 
 
 @pytest.mark.parametrize("tied", [False, True])

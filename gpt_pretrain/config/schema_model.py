@@ -38,6 +38,7 @@ _OVERLAP = "model.overlap_grad_reduce"
 _WITHOUT_OVERLAPPED_REDUCTION = unread_with(
     _OVERLAP, False, instead=f"null, or {_OVERLAP}=true (parallelism=dp has it so)"
 )
+_WITH_OWN_LOSS = read_with("model.loss", LossName.cross_entropy)
 _LOSS = "model.cross_entropy_loss_fusion"
 _WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
 
@@ -105,6 +106,15 @@ class ModelConfig:
     """The transformer layer: gpt, or one that an extension registers."""
     loss: LossName = key(before=LossName.cross_entropy, identity="model")
     """What training minimizes: cross_entropy, or a loss that an extension registers. Validation is cross entropy."""
+    z_loss_coeff: float = key(
+        minimum=0,
+        maximum=1,
+        before=0.0,
+        aliases=["z_loss_multiplier", "auxiliary_loss_multiplier"],
+        unread=[_WITH_OWN_LOSS],
+    )
+    """Weight of (log z)² beside the cross entropy, z being the sum of a token's exponentiated logits: PaLM's is 1e-4.
+    The logged loss leaves it out."""
     features: list[str] = key(before=[])
     """Features that extensions register and that the run uses."""
     share_embeddings_and_output_weights: bool = key(aliases=["tie_word_embeddings"], identity="model")

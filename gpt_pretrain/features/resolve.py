@@ -127,5 +127,6 @@ def _plan_loss(config: Config, platform: Platform) -> CrossEntropyFusion | None:
         return None
     fused, implementation = config.model.cross_entropy_loss_fusion, config.model.cross_entropy_fusion_impl
     if fused is None:
-        fused = implementation is not None or (platform.cuda and not is_reference(config))
+        asked = implementation is not None or config.model.z_loss_coeff > 0
+        fused = asked or (platform.cuda and not is_reference(config))
     return (implementation or CrossEntropyFusion.linear) if fused else None

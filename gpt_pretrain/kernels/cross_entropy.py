@@ -22,8 +22,12 @@ def linear_cross_entropy(
     *,
     chunk: int,
     accumulate: bool,
+    z_loss: float = 0.0,
 ) -> torch.Tensor:
     """Cross entropy of each token, [tokens] in fp32; differentiable in hidden states and weight.
+
+    Gradients are those of the cross entropy + z_loss · (log z)², z being the sum of the logits' exponentials, which
+    keeps logits from drifting (Chowdhery et al. 2022, arXiv 2204.02311); the losses returned leave the penalty out.
 
     With gradients enabled, this has already added the weight's gradient to the main gradient when it returns: the
     backward pass must follow.
@@ -36,12 +40,13 @@ def linear_cross_entropy(
         group: The ranks that share the vocabulary, in its order.
         chunk: Tokens whose logits are held at once, at most `tokens`.
         accumulate: Add the weight's gradient to its main gradient, where it has one.
+        z_loss: Weight of the penalty.
     """
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     own_labels = labels - group.rank() * weight.size(0)
     accumulate = accumulate and hasattr(weight, "main_grad")
     losses: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, own_labels, loss_gradient, group, chunk, accumulate, wants_gradient
+        hidden, weight, own_labels, loss_gradient, group, chunk, accumulate, z_loss, wants_gradient
     )
     return losses
 
@@ -57,6 +62,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         group: torch.distributed.ProcessGroup,
         chunk: int,
         accumulate: bool,
+        z_loss: float,
         wants_gradient: bool,
     ) -> torch.Tensor:
         num_tokens, num_columns = hidden.size(0), weight.size(0)
@@ -75,7 +81,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             torch.mm(hidden[here], weight.t(), out=logits)
             losses[here], log_sum = merge_statistics(_of_all_ranks(row_statistics(logits, labels[here]), group))
             if hidden_gradient is not None:
-                turn_into_gradient(logits, labels[here], log_sum, loss_gradient[here])
+                # The penalty multiplies the softmax by 1 + 2 · z_loss · log z.
+                reduced = log_sum - torch.log1p(2 * z_loss * log_sum) if z_loss else log_sum
+                turn_into_gradient(logits, labels[here], reduced, loss_gradient[here])
                 torch.mm(logits, weight, out=hidden_gradient[here])
                 accumulate_weight_gradient(hidden[here], logits, weight_gradient)
         if wants_gradient and accumulate and not in_place:
@@ -99,7 +107,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             tied = getattr(weight, "zero_out_wgrad", False)
             returned = torch.zeros_like(weight) if tied else torch.empty_like(weight)
-        return hidden_gradient, returned, *[None] * 6
+        return hidden_gradient, returned, *[None] * 7
 
 
 def accumulate_weight_gradient(

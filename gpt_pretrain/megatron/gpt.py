@@ -100,4 +100,5 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
                 tp_group=self.pg_collection.tp,
             )
             self.output_layer.weight = weight
+            self.output_layer.z_loss_coeff = self._spec.model.z_loss_coeff
         super().setup_embeddings_and_output_layer()

@@ -57,6 +57,7 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
 
     tokens_at_once: int | None = None
     """Tokens that go through the head together; None: `run.products.chunk_tokens`."""
+    z_loss_coeff: float = 0.0
 
     def forward(
         self,
@@ -87,6 +88,7 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
             self.tp_group,
             chunk=self.tokens_at_once or chunk_tokens(rows.size(0), weight.size(0)),
             accumulate=self.gradient_accumulation_fusion,
+            z_loss=self.z_loss_coeff,
         )
         return losses.view(labels.size(1), labels.size(0)).t().contiguous(), None
 

@@ -43,7 +43,6 @@ from gpt_pretrain.megatron.whole_layers import CompiledLayers, prepare_graphs
 from gpt_pretrain.run.run_spec import RunSpec
 
 
-
 def _squared_relu(values: torch.Tensor) -> torch.Tensor:
     # megatron-core's own is compiled at its first call, which takes minutes of C++ without a GPU.
     return F.relu(values).square()

@@ -6,7 +6,7 @@ divisions of widths, heads and sequences.
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, PositionEmbedding, RecomputeGranularity
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     model_parallel_size,
@@ -14,7 +14,7 @@ from gpt_pretrain.config.derived import (
     shards_gradients,
     uses_distributed_optimizer,
 )
-from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, show
+from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, show
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.launch.ranks import Launch
@@ -146,6 +146,18 @@ def fusions(model: ModelConfig) -> Iterator[str]:
         )
 
 
+def z_loss(model: ModelConfig) -> Iterator[str]:
+    """The penalty of logits is computed where the head and its cross entropy are one."""
+    if model.z_loss_coeff == 0:
+        return
+    asked, why = f"model.z_loss_coeff={show(model.z_loss_coeff)}", "the linear one computes its gradient"
+    if model.cross_entropy_loss_fusion is False:
+        yield refusal(asked, "model.cross_entropy_loss_fusion=false", why, "0", "model.cross_entropy_loss_fusion=null")
+    if model.cross_entropy_fusion_impl is CrossEntropyFusion.native:
+        native = "model.cross_entropy_fusion_impl=native"
+        yield refusal(asked, native, why, "0", "model.cross_entropy_fusion_impl=null or linear")
+
+
 def gradients(model: ModelConfig) -> Iterator[str]:
     """What megatron-core's data parallelism and distributed optimizer require of each other."""
     if model.overlap_param_gather and not (uses_distributed_optimizer(model) and model.overlap_grad_reduce):
@@ -168,6 +180,7 @@ def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     """
     yield from gradients(run.model)
     yield from fusions(run.model)
+    yield from z_loss(run.model)
     for feature in FEATURES:
         if feature.is_asked(run.model):
             yield from feature.problems(run, sizes_known=sizes_known)

@@ -1,0 +1,37 @@
+"""Two ranks share the vocabulary of an LM head with a penalty on log z: FOLDER, where rank r writes r.pt."""
+
+import sys
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from gpt_pretrain.features.resolve import detect_platform
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import process_groups
+from gpt_pretrain.rules.jobs import load_config
+from tests.emulated_training import TINY
+
+Z_LOSS, CHUNK = 0.02, 16
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    install_cpu_device()
+    launch = read_launch()
+    hidden, weight, labels, loss_gradient = torch.load(folder / "head.pt")
+    with process_groups(load_config([*TINY, "parallelism=tp2"]).model, launch, detect_platform()):
+        group = parallel_state.get_tensor_model_parallel_group()
+        hidden = hidden.requires_grad_()
+        part = torch.nn.Parameter(weight.chunk(2)[launch.rank].clone())
+        losses = linear_cross_entropy(
+            hidden, part, labels, loss_gradient, group, chunk=CHUNK, accumulate=False, z_loss=Z_LOSS
+        )
+        losses.backward(loss_gradient)
+    torch.save((losses.detach(), hidden.grad, part.grad), folder / f"{launch.rank}.pt")
+
+
+if __name__ == "__main__":
+    main()
