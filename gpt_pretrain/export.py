@@ -44,6 +44,8 @@ class ExportArguments:
     """A checkpoint's directory, RUN_DIR/checkpoints/step_…, of any parallel layout."""
     out: str
     """The directory to write; it must not exist, or be empty."""
+    average: list[str] = field(default_factory=list)
+    """Other checkpoints, such as the run's last ones, whose mean with it is written."""
     format: Format = Format.hf
     """hf: a directory that Hugging Face `transformers` loads."""
     dtype: WeightType | None = None
@@ -66,6 +68,7 @@ def export(arguments: ExportArguments) -> None:
     written = export_hf(
         Path(arguments.checkpoint),
         Path(arguments.out),
+        average=[Path(path) for path in arguments.average],
         dtype=None if arguments.dtype is None else arguments.dtype.value,
         architecture=arguments.architecture,
         tokenizer=None if arguments.tokenizer is None else Path(arguments.tokenizer),

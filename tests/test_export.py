@@ -108,6 +108,38 @@ def test_scales_of_an_fp8_run_are_left_behind(recipe, tmp_path):
     assert torch.equal(load(tmp_path / "hf").model.layers[1].mlp.down_proj.weight, weight)
 
 
+def test_the_mean_of_checkpoints_is_written(tmp_path):
+    paths, weights = [], []
+    for number in range(3):
+        seed = f"model.seed={number}"
+        save_model(tmp_path / str(number), *FAMILIES["llama"], "trainer.precision=bf16", seed)
+        paths.append(tmp_path / str(number) / "checkpoints" / "step_00000001")
+        export(f"checkpoint={paths[-1]}", f"out={tmp_path / f'hf{number}'}")
+        weights.append(load_file(tmp_path / f"hf{number}" / "model.safetensors"))
+    export(f"checkpoint={paths[0]}", f"average=[{paths[1]},{paths[2]}]", f"out={tmp_path / 'mean'}", "dtype=fp32")
+    mean = load_file(tmp_path / "mean" / "model.safetensors")
+    assert mean.keys() == weights[0].keys()
+    for name, tensor in mean.items():
+        expected = torch.stack([each[name].double() for each in weights]).mean(0)
+        assert torch.equal(tensor, expected.float()), name
+        assert name.endswith("norm.weight") or not torch.equal(tensor, weights[0][name].float())
+
+
+@pytest.mark.parametrize(
+    ("other", "named"),
+    [(("model.rotary_base=400000",), "model.rotary_base"), (None, "twice"), (("model.num_layers=2",), "num_layers")],
+)
+def test_only_checkpoints_of_one_model_are_averaged(other, named, llama, tmp_path, capsys):
+    path = llama.path
+    if other is not None:
+        save_model(tmp_path, *FAMILIES["llama"], *other, tokenizer=small_tokenizer())
+        path = tmp_path / "checkpoints" / "step_00000001"
+    assert main([f"checkpoint={llama.path}", f"average=[{path}]", f"out={tmp_path / 'hf'}"]) == 2
+    told = capsys.readouterr().err
+    assert named in told
+    assert str(path) in told
+
+
 def test_large_models_come_in_several_files(llama, tmp_path):
     export(f"checkpoint={llama.path}", f"out={tmp_path / 'one'}")
     export(f"checkpoint={llama.path}", f"out={tmp_path / 'many'}", "max_shard_gib=1e-4")

@@ -14,16 +14,17 @@ header, the header with the type, shape and place of every tensor, then the byte
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, open_checkpoint
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, SavedModel, open_checkpoint
 from gpt_pretrain.config.errors import UserError, counted, visible
 from gpt_pretrain.config.files import new_directory
+from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
 from gpt_pretrain.huggingface.tensors import differences, tensor_rules
@@ -47,6 +48,7 @@ def export_hf(
     checkpoint: Path,
     out: Path,
     *,
+    average: Sequence[Path] = (),
     dtype: str | None = None,
     architecture: Architecture | None = None,
     tokenizer: Path | None = None,
@@ -57,8 +59,9 @@ def export_hf(
     `python -m gpt_pretrain.export --help` explains the arguments; `dtype` is torch's name.
 
     Raises:
-        UserError: The checkpoint is damaged, no class of `transformers` computes what the model does, the directory is
-            not empty, the disk has no space, or a weight is too large for the requested type.
+        UserError: A checkpoint is damaged, no class of `transformers` computes what the model does, checkpoints to
+            average are not of one model, the directory is not empty, the disk has no space, or a weight is too large
+            for the requested type.
     """
     if not max_shard_gib > 0:
         raise UserError(f"max_shard_gib={max_shard_gib} leaves no room for a tensor; use more than 0")
@@ -67,17 +70,21 @@ def export_hf(
     saved = open_checkpoint(checkpoint, tokenizer)
     model = saved.config.model
     architecture = choose_architecture(model, architecture)
-    tensors = CheckpointTensors(saved.path)
+    all_saved = [saved, *(open_checkpoint(path, tokenizer) for path in average)]
+    check_average(all_saved)
+    read = [CheckpointTensors(each.path) for each in all_saved]
     rules = tensor_rules(model, architecture)
     expected = {rule.key: rule.shape if rule.layer is None else (model.num_layers, *rule.shape) for rule in rules}
-    if problems := differences(expected, {key: tensors.shape(key) for key in tensors}):
-        raise UserError(f"{saved.path} does not hold the model that its manifest states: it {', '.join(problems)}")
+    for each, tensors in zip(all_saved, read, strict=True):
+        if problems := differences(expected, {key: tensors.shape(key) for key in tensors}):
+            raise UserError(f"{each.path} does not hold the model that its manifest states: it {', '.join(problems)}")
     parts: _Shard = {}
     for rule in rules:
-        parts |= rule.parts(tensors.dtype(rule.key) if dtype is None else getattr(torch, dtype))
+        parts |= rule.parts(read[0].dtype(rule.key) if dtype is None else getattr(torch, dtype))
     num_bytes = sum(part.nbytes for part in parts.values())
     check_disk_space(out, num_bytes + _SMALL_FILES_BYTES)
-    saved.check_files()
+    for each in all_saved:
+        each.check_files()
     shards = _plan_shards(parts, max_shard_gib * 2**30)
     config = to_hf_config(
         model,
@@ -89,7 +96,12 @@ def export_hf(
 
     def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for rule in rules:
-            yield from zip(rule.names, rule.conversion.to_hf(tensors.read(rule.key, rule.layer)), strict=True)
+            values = read[0].read(rule.key, rule.layer)
+            if average:
+                # One after another, so that two are in memory.
+                values = sum((each.read(rule.key, rule.layer).double() for each in read[1:]), values.double())
+                values = (values / len(read)).float()
+            yield from zip(rule.names, rule.conversion.to_hf(values), strict=True)
 
     with out_directory(out) as directory:
         _write_shards(directory, shards, hf_tensors())
@@ -111,8 +123,26 @@ def export_hf(
         f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {types}, {num_bytes:,} bytes in "
         f"{counted(len(shards), 'file')}\n"
+        + (f"  weights: the mean of {len(read)} checkpoints\n" if average else "")
         + ("  no tokenizer: the checkpoint's model has none\n" if saved.tokenizer is None else "")
     )
+
+
+def check_average(saved: Sequence[SavedModel]) -> None:
+    """Raises a UserError unless checkpoints are different ones of the same model and tokenizer."""
+    first, *others = saved
+    paths = [each.path.resolve() for each in saved]
+    of_model = [path for path, key in schema_keys().items() if key.facts.identity == "model"]
+    for each in others:
+        if paths.count(each.path.resolve()) > 1:
+            raise UserError(f"average=[…]: {each.path} is named twice, or is the checkpoint itself; name others")
+        if each.manifest.data.get("tokenizer") != first.manifest.data.get("tokenizer"):
+            raise UserError(f"average=[…]: {each.path} has another tokenizer than {first.path}; give those of one run")
+        if differing := [key for key in of_model if value_of(each.config, key) != value_of(first.config, key)]:
+            raise UserError(
+                f"average=[…]: {each.path} has another {', '.join(differing)} than {first.path}; give checkpoints of "
+                "one model"
+            )
 
 
 def _torch_name(tensor: torch.Tensor) -> str:
