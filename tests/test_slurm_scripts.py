@@ -77,6 +77,14 @@ def script(tmp_path):
     return Script(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["fp8_gpt.sbatch", "prepare_data.sbatch"])
+def test_a_script_that_is_started_without_slurm_says_what_it_is_for(name, script):
+    done = script.run(script=name, SLURM_JOB_ID="")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"sbatch scripts/slurm/{name}" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
 def test_every_gpu_of_every_node_gets_a_task_and_its_share_of_the_processors(script):
     done = script.run(
         "model=llama3_8b", "sample.prompt='two  words'", SLURM_RESTART_COUNT="3", SLURM_NTASKS_PER_GPU="1"

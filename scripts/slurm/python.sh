@@ -7,6 +7,9 @@ fail() {
     exit 2
 }
 
+if [[ -z ${SLURM_JOB_ID:-} ]]; then
+    fail "$0 is a Slurm job: submit it with sbatch $0 …; docs/cluster.md has the commands without Slurm"
+fi
 if [[ -n ${CONTAINER_IMAGE:-} ]]; then
     python=(python)
     # Inside, the submitted checkout's code and relative paths count.
