@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -107,6 +108,18 @@ def test_a_run_that_starts_from_it_computes_what_transformers_does(name, publish
     assert -1e-4 < losses.mean() - loss < math.log1p(num_padding / case.vocab_size) + 1e-4
 
 
+@pytest.mark.parametrize(
+    ("name", "changed"),
+    [("mistral", {"sliding_window": CASES["mistral"].length}), ("llama", {"quantization_config": None})],
+)
+def test_what_changes_nothing_is_imported(name, changed, published, tmp_path):
+    """A window as long as the longest sequence hides nothing, and null quantizes nothing."""
+    shutil.copytree(published / name, tmp_path / "hf")
+    path = tmp_path / "hf" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    import_model(tmp_path / "hf", tmp_path / "ours")
+
+
 def test_training_goes_on_with_its_weights_and_its_tokenizer(published, tmp_path):
     hf, out = tmp_path / "hf", tmp_path / "start"
     tokenizer = small_tokenizer()
@@ -205,7 +218,7 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("mistral", {"sliding_window": 4096}, "sliding_window=4096 cannot be imported: attention sees the whole"),
+        ("mistral", {"sliding_window": 31}, "sliding_window=31 cannot be imported: attention sees the whole"),
         ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 cannot be imported"),
         (
             "llama",

@@ -214,7 +214,7 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
         raise UserError(
             f"{origin}: model_type={values.get('model_type')!r} cannot be imported; known: {', '.join(known)}"
         )
-    if "quantization_config" in values:
+    if values.get("quantization_config") is not None:
         reader.refuse("quantization_config", "import the model's unquantized weights")
     fields = reader.gpt2() if architecture is Architecture.gpt2 else reader.llama(architecture)
     fields |= {
@@ -294,12 +294,15 @@ class _HfConfig:
     def llama(self, architecture: Architecture) -> dict[str, Any]:
         """The fields of a configuration of Llama's family."""
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
+        length = self.integer("max_position_embeddings")
         self._expect("hidden_act", "silu", "silu", "a gated MLP uses SiLU here")
         # MistralConfig's default is the window of Mistral 7B v0.1; Phi3Config and MixtralConfig default to none.
         default = 4096 if architecture not in (Architecture.phi3, Architecture.mixtral) else None
         has_no_switch = architecture in (Architecture.mistral, Architecture.phi3, Architecture.mixtral)
         is_window_on = self.boolean("use_sliding_window", has_no_switch)
-        if is_window_on and self._values.get("sliding_window", default) is not None:
+        window = self._values.get("sliding_window", default)
+        # One as long as the longest sequence hides nothing.
+        if is_window_on and window is not None and self.integer("sliding_window", default) < length:
             self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3", default)
         if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
             self._expect("attention_bias", False, False, "its class then has biases in all of attention's projections")
@@ -313,7 +316,7 @@ class _HfConfig:
             "num_attention_heads": heads,
             "num_query_groups": self.integer("num_key_value_heads", _GROUPS.get(architecture, heads)),
             "kv_channels": None if self._values.get("head_dim") is None else self.integer("head_dim"),
-            "max_position_embeddings": self.integer("max_position_embeddings"),
+            "max_position_embeddings": length,
             "position_embedding_type": PositionEmbedding.rope.name,
             **self._rope(architecture),
             "normalization": Normalization.rmsnorm.name,
