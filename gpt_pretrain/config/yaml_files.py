@@ -72,7 +72,7 @@ def check_yaml(path: Path) -> None:
 
 
 def _measure(text: str) -> None:
-    size, depth, anchored = _Size(), 0, dict[str, str]()
+    size, depth, anchored = _Size(), 0, dict[str | None, str]()
     # The parser of the loaders that read the file later: another one may understand it otherwise.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
         tag = getattr(event, "tag", None)
