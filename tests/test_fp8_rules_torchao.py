@@ -128,7 +128,6 @@ def test_an_engine_that_does_not_exist_is_answered_with_those_that_do():
 FOREIGN = {
     "++fp8.filter_fqns=[lm_head]": "model.fp8_exclude",
     "++fp8.enable_fsdp_float8_all_gather=true": "model.fp8_params",
-    "++fp8.precompute_float8_dynamic_scale_for_fsdp=true": "model.fp8_params=true",
 }
 
 

@@ -26,7 +26,6 @@ from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
-    UNSUPPORTED,
     did_you_mean,
     flatten,
     is_known,
@@ -82,16 +81,10 @@ class Request:
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
     """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
-    if is_known(name) or name in group_names():
-        return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
-    # A flag of another program: --micro-batch-size=4.
-    meant = name.replace("-", "_").lower()
-    if meant in UNSUPPORTED:
-        return f"{argument}: there is no such option: {UNSUPPORTED[meant]}"
-    key = key_named(meant)
-    if key is not None:
-        value = value or ("true" if schema_keys()[key].kind is bool else "…")
-        return f"{argument}: there is no such option; keys stand without dashes: {key}={value}"
+    # Also a flag of another program: --micro-batch-size=4.
+    meant = name if is_known(name) or name in group_names() else key_named(name.replace("-", "_"))
+    if meant is not None:
+        return f"{argument}: there is no such option; groups and keys stand without dashes: {meant}={value or '…'}"
     nearest = nearest_name(argument, known)
     return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
 

@@ -22,12 +22,9 @@ from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
     UNSUPPORTED_VALUES,
     Key,
-    flatten,
-    is_known,
-    many_unknown,
     schema_keys,
     schema_sections,
-    unknown_key,
+    unknown_keys,
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
@@ -59,7 +56,7 @@ def _read_section(
     node: DictConfig, section: type, prefix: str, origins: Mapping[str, str], *, complete: bool
 ) -> tuple[Any, list[str]]:
     """Builds `section` from `node`, None if something in it is wrong or open, and returns what is wrong."""
-    problems = [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
+    problems = unknown_keys(f"{prefix}{name!s}" for name in node)
     values: dict[str, Any] = {}
     for field in fields(section):
         path, child = prefix + field.name, node._get_node(field.name)
@@ -223,8 +220,6 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
     if isinstance(benchmark := values.get("benchmark"), dict):
         # Training never read them.
         values["benchmark"] = {name: value for name, value in benchmark.items() if name not in ("forecast", "markdown")}
-    if many := many_unknown(path for path, _ in flatten(values)):
-        return saved, many
     looked_up = list(_interpolations(values))
     whole = OmegaConf.merge(OmegaConf.create(_later_values()), own.default_values(), values)
     assert isinstance(whole, DictConfig)

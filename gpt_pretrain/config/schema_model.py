@@ -60,7 +60,9 @@ class ModelConfig:
     """Width of the residual stream."""
     ffn_hidden_size: int | None = key(minimum=1, largest=2**24, aliases=["intermediate_size"], identity="model")
     """Inner width of the MLP (with swiglu, of each half); null: 4 × hidden_size."""
-    num_attention_heads: int = key(minimum=1, largest=2**16, identity="model", core=["TransformerConfig"])
+    num_attention_heads: int = key(
+        minimum=1, largest=2**16, aliases=["num_heads"], identity="model", core=["TransformerConfig"]
+    )
     """Query heads."""
     num_query_groups: int | None = key(
         minimum=1, largest=2**16, aliases=["num_key_value_heads", "n_kv_heads"], identity="model"

@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.keys import flatten, is_known, many_unknown, unknown_key
+from gpt_pretrain.config.keys import flatten, is_known, unknown_keys
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.lookups import bounded_lookups
 from gpt_pretrain.config.schema import Config
@@ -97,18 +97,14 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
             continue
         if not package:
             content = {name: value for name, value in content.items() if name != "hydra"}
-        if many := many_unknown(path for path, _ in flatten(content, package)):
-            raise ConfigError([f"{file}: {problem}" for problem in many])
-        for path, _ in flatten(content, package):
-            if not is_known(path):
-                problems.append(f"{file}: {unknown_key(path)}")
-            else:
-                origins[path] = file
+        paths = [path for path, _ in flatten(content, package)]
+        problems += [f"{file}: {problem}" for problem in unknown_keys(paths)]
+        origins |= {path: file for path in paths if is_known(path)}
     if loader.saved is not None:
         assert source.saved_config is not None
         file = _display(source.saved_config.resolve())
         saved = [path for path, _ in flatten(OmegaConf.to_container(loader.saved, resolve=False))]
-        problems += [f"{file}: {unknown_key(path)}" for path in saved if not is_known(path)]
+        problems += [f"{file}: {problem}" for problem in unknown_keys(saved)]
         origins |= dict.fromkeys(saved, file)
     return problems, origins
 
