@@ -87,7 +87,6 @@ def test_every_mistake_is_told_by_its_key(arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["outputs/a"], ["outputs/a source=outputs/a"]),
         (["source=a", "elsewhere"], ["elsewhere KEY=elsewhere source max_steps"]),
         (["source=a", "model.fp8=true"], ["model.fp8 train leave out source max_steps"]),
     ],

@@ -95,10 +95,6 @@ RULES = [
     ),
     Refused(f"{FP8} {MANY} {PADDING}", f"{PADDING} model.moe_grouped_kernel=null"),
     Refused(
-        f"{FP8} {MANY} model.fp8_exclude=['*.experts.linear_fc2']",
-        "model.fp8_exclude '*.experts.linear_fc2' model.moe_grouped_kernel=null",
-    ),
-    Refused(
         f"{FP8} {MANY} model.fp8_exclude=['*.self_attention.*']",
         "model.fp8=true model.fp8_exclude model.moe_grouped_kernel=null",
     ),

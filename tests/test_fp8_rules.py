@@ -106,10 +106,6 @@ WRONG = [
         "model.fp8_exclude '*.fc1' decoder.layers.0.self_attention.linear_qkv",
         legal="fp8=delayed model.fp8_exclude=['*.linear_fc1']",
     ),
-    Refused(
-        f"fp8=tensorwise {KEPT} model.fp8_exclude=['*.linear_fc1','decoder.layers.3.*']",
-        f"model.fp8_exclude 'decoder.layers.3.*' {KEPT} decoder.layers.3.self_attention.linear_qkv 3",
-    ),
     Refused("fp8=delayed model.hidden_size=252 model.kv_channels=32", "model.hidden_size=252 256×252 16"),
     Refused("fp8=mxfp8 model.hidden_size=144 model.kv_channels=32", "model.hidden_size=144 256×144 32"),
     Refused("fp8=delayed model.num_query_groups=1 model.hidden_size=144", "model.hidden_size=144 216×144 16"),
