@@ -95,7 +95,7 @@ BAD_INPUTS = {
     "primary file": (["--config-name", "confg"], [("--config-name=confg:", str(REPOSITORY / "conf"), "config?")]),
     "path for a name": (
         ["--config-name", "conf/model/tiny.yaml"],
-        [("--config-name=conf/model/tiny.yaml ", "--config-dir=conf/model --config-name=tiny")],
+        [("--config-name=conf/model/tiny.yaml:", "--config-dir=FOLDER --config-name=NAME")],
     ),
     "folder": (["--config-dir", "nowhere"], [("--config-dir=nowhere:",)]),
     "option": (["--multi-run"], [("--multi-run:", "--multirun?")]),

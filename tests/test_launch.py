@@ -46,9 +46,6 @@ def test_a_user_who_has_a_name_keeps_it(monkeypatch):
         ("0::/job/step\n", {"job/memory.max": "2147483648\n", "job/step/memory.max": "1073741824\n"}, 2**30),
         # A container that sees itself as the root, under the host's path.
         ("0::/docker/0123\n", {"memory.max": "1073741824\n"}, 2**30),
-        ("5:cpu:/job\n4:memory:/job\n", {"memory/job/memory.limit_in_bytes": "1073741824\n"}, 2**30),
-        # What version 1 writes where there is no limit.
-        ("4:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, None),
     ],
 )
 def test_a_limit_of_a_container_or_a_job_counts(tmp_path, monkeypatch, groups, limits, expected):

@@ -68,7 +68,7 @@ def check_source(source: Source) -> None:
     """Checks that the folders and the primary file exist, before Hydra looks for them.
 
     Raises:
-        ConfigError: One of them does not, or a path is given instead of a name.
+        ConfigError: One of them does not.
     """
     problems = [
         f"{option}={folder}: there is no such folder"
@@ -81,14 +81,10 @@ def check_source(source: Source) -> None:
     name = source.config_name.removesuffix(".yaml")
     if any((folder / f"{name}.yaml").is_file() for folder in folders):
         return
-    given, path = f"--config-name={source.config_name}", Path(source.config_name)
-    with_suffix = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
-    if with_suffix.is_file():
-        instead = f"--config-dir={with_suffix.parent} --config-name={with_suffix.stem}"
-        raise ConfigError([f"{given} is a path, and takes a name; use {instead}"])
     known = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    looked = " and ".join(map(str, folders))
-    raise ConfigError([f"{given}: {looked} has no such file{did_you_mean(nearest_name(name, known))}"])
+    nearest, looked = did_you_mean(nearest_name(name, known)), " and ".join(map(str, folders))
+    way = "; a file elsewhere is named with --config-dir=FOLDER --config-name=NAME"
+    raise ConfigError([f"--config-name={source.config_name}: {looked} has no such file{nearest or way}"])
 
 
 def _copy[T](value: T) -> T:

@@ -262,14 +262,7 @@ def check_command(
             arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)
             wrong += unfit
         if not wrong:
-            jobs.append(
-                Job(
-                    overrides=varying,
-                    config=config,
-                    submission=submission,
-                    arguments=tuple(arguments),
-                )
-            )
+            jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs)
     if problems:
