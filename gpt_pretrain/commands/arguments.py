@@ -32,7 +32,7 @@ _OPTIONS = """\
 --config-dir, -cd DIR    search DIR too, after conf/
 --config-path, -cp DIR   search DIR instead of conf/
 --info, -i               what Hydra knows: search path, defaults, plugins
---hydra-help, --version  Hydra's own help; Hydra's version"""
+--version                Hydra's version"""
 
 
 def _styled(text: str, style: int) -> str:

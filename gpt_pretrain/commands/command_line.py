@@ -1,6 +1,6 @@
 """The command line of a run: `parse_command_line` → `check_request` → `show`, or the jobs.
 
-Hydra itself answers its options that show something (`--cfg`, `--info`, shell completion, …); only `--help` and the
+Hydra itself answers its options that show something (`--cfg`, `--info`); only `--help` and the
 errors are ours.
 """
 
@@ -38,9 +38,9 @@ from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.jobs import Job, check_command
 from gpt_pretrain.rules.overrides import by_split
 
-# Hydra's option that is not supported, and never offered.
-_REFUSED = "--experimental-rerun"
-_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+# Hydra's options that are not supported, and never offered.
+_REFUSED = ("--experimental-rerun", "--hydra-help", "--shell-completion")
+_COMMANDS = ("run", "multirun", "cfg", "info")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,18 +57,13 @@ class Request:
         """Whether the command line runs the command rather than shows something."""
         options = self.options
         # A configuration that --cfg and --info show may be incomplete, and no rules check it.
-        return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
+        return options.cfg is None and options.info is None and not options.help
 
     @property
     def source_options(self) -> list[str]:
         """The options that say where the configuration is, as given."""
         given = {f"--config-{name}": getattr(self.options, f"config_{name}") for name in ("name", "path", "dir")}
         return [f"{option}={value}" for option, value in given.items() if value is not None]
-
-    @property
-    def is_hydras_own(self) -> bool:
-        """`--hydra-help` and `--shell-completion`, which take no configuration of ours."""
-        return bool(self.options.hydra_help or self.options.shell_completion)
 
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
@@ -79,7 +74,7 @@ def _unknown_option(argument: str, known: Sequence[str]) -> str:
     if meant is not None:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {meant}={value or '…'}"
     nearest = nearest_name(argument, known)
-    return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
+    return f"{argument}: there is no such option{did_you_mean(None if nearest in _REFUSED else nearest)}"
 
 
 def parse_command_line(arguments: Sequence[str]) -> Request:
@@ -106,8 +101,9 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     for name in ("resolve", "package"):
         if options.cfg is None and getattr(options, name) not in (None, False):
             raise ConfigError([f"--{name} goes with --cfg, and there is none"])
-    if options.experimental_rerun is not None:
-        raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
+    for option, way in zip(_REFUSED, ("run_dir=DIRECTORY resumes a run", "see --help", "leave it out"), strict=True):
+        if getattr(options, option.lstrip("-").replace("-", "_")):
+            raise ConfigError([f"{option} is not supported; {way}"])
     if options.config_path is not None:
         # Hydra would resolve the path relative to this file, not to the working directory.
         options.config_path = str(Path(options.config_path).resolve())
@@ -147,8 +143,6 @@ def check_request(
     if options.multirun and launch.launcher != "none":
         problem = f"-m runs a sweep's jobs one after another in one process, and {launch.launcher} started this one"
         raise ConfigError([f"{problem}; start the sweep without {launch.launcher}, or each of its runs on its own"])
-    if request.is_hydras_own:
-        return []
 
     def rules_of_job(config: Config, submission: Submission | None) -> Iterable[str]:
         if rules is not None:
@@ -194,11 +188,7 @@ def _show_with_hydra(request: Request) -> None:
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
     GlobalHydra.instance().initialize(hydra)
     try:
-        if options.hydra_help:
-            hydra.hydra_help(config_name=name, args_parser=get_args_parser(), args=options)
-        elif options.shell_completion:
-            hydra.shell_completion(config_name=name, overrides=overrides)
-        elif options.info is not None:
+        if options.info is not None:
             hydra.show_info(options.info, config_name=name, overrides=overrides)
         else:
             hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
