@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain, product
+from itertools import chain
 
 from omegaconf import OmegaConf
 
@@ -30,13 +30,13 @@ class Refused:
     overrides: str
     told: str = ""
     """Settings that the message names; it begins with the first. Where empty: all overrides."""
-    offers: str = ""
-    """Ways out that the message names, separated by |: settings, each with one or several values (KEY=A,B). Any of them
-    makes the command line legal. ~KEY leaves the key out."""
     legal: str = ""
-    """A neighbour that passes, where no offer is the neighbour that matters."""
+    """A neighbour that passes, where the message spells out no way to one."""
     world_size: int | None = None
     """Processes; as many as the layout needs where None."""
+
+    def __str__(self) -> str:
+        return self.overrides
 
     @property
     def command(self) -> list[str]:
@@ -48,22 +48,10 @@ class Refused:
         """What the message names."""
         return _words(self.told or self.overrides)
 
-    @property
-    def ways(self) -> list[list[str]]:
-        """The overrides of each way out."""
-        alternatives = [map(_values, _words(way)) for way in self.offers.split(" | ") if way]
-        return [list(way) for choices in alternatives for way in product(*choices)]
-
 
 def _words(text: str) -> list[str]:
     """What stands between spaces outside of quotes and brackets."""
     return re.findall(r"(?:'[^']*'|\[[^]]*\]|[^\s'\[])+", text)
-
-
-def _values(override: str) -> list[str]:
-    """An override for each value of `key=A,B`, as a sweep writes them."""
-    key, equals, values = override.partition("=")
-    return [f"{key}{equals}{value}" for value in re.findall(r"(?:'[^']*'|\[[^]]*\]|[^,'\[])+", values)] or [override]
 
 
 BATCH = "model.global_batch_size=64"
@@ -155,25 +143,21 @@ def _typed(key: Key, value: str) -> str:
     return override
 
 
-def check_told(message: str, settings: Sequence[str], ways: Iterable[Sequence[str]] = ()) -> None:
-    """The message begins with the first setting, names the others, and offers each way out behind its last semicolon.
-
-    Args:
-        message: What was told.
-        settings: Settings as `key=value`; a key alone stands for itself.
-        ways: Overrides of each way out. The message names their values, and the keys that are not the first's.
-    """
-    named, _, offered = message.rpartition("; ")
-    first = settings[0].partition("=")[0]
-    assert message.startswith(settings[0]), (settings[0], message)
+def check_told(message: str, settings: Sequence[str]) -> None:
+    """The message begins with the first of the settings, `key=value` or other words, and names the others."""
+    assert any(map(message.startswith, _spellings(settings[0]))), (settings[0], message)
     for setting in settings:
-        assert _has(message, setting), (setting, message)
-    for way in ways:
-        for override in way:
-            key, _, value = override.lstrip("~").partition("=")
-            assert named, message
-            assert _has(offered, value if value else "leave"), (override, message)
-            assert key == first or _has(message, key.rpartition(".")[2]), (override, message)
+        assert any(_has(message, spelling) for spelling in _spellings(setting)), (setting, message)
+
+
+def _spellings(setting: str) -> Iterator[str]:
+    """A setting as it was typed, and as messages show strings and numbers."""
+    yield setting
+    key, equals, value = setting.partition("=")
+    if equals:
+        yield f"{key}='{value}'"
+        with contextlib.suppress(ValueError):
+            yield f"{key}={float(value)}"
 
 
 def _has(text: str, word: str) -> bool:
@@ -185,21 +169,24 @@ type Rules = Callable[[Sequence[str], int | None], list[str]]
 
 
 def check_refused(row: Refused, rules: Rules = broken_rules) -> None:
-    """The rule is told, and what its message offers is legal."""
+    """The rule is told; what its message offers breaks no other rule, and one of it, or the neighbour, is legal."""
     problems = rules(row.command, row.world_size)
-    told = [problem for problem in problems if problem.startswith(row.settings[0])]
+    first = [*_spellings(row.settings[0])]
+    told = [problem for problem in problems if any(map(problem.startswith, first))]
     assert told, problems
-    check_told(told[0], row.settings, row.ways)
-    check_offered(told[0], row, rules)
-    check_legal(row, rules)
+    check_told(told[0], row.settings)
+    check_ways(told[0], row, rules)
 
 
-def check_offered(message: str, row: Refused, rules: Rules = broken_rules) -> None:
-    """Each way out that a message spells out leaves no problem, except others that the command line had before."""
-    before = rules(row.command, row.world_size)
+def check_ways(message: str, row: Refused, rules: Rules = broken_rules) -> None:
+    """What a message spells out breaks no rule but those that the command line broke before, and some way is legal."""
+    before, legal = set(rules(row.command, row.world_size)) - {message}, []
     for way in offered(message):
         left = _broken_by(taking(way, row.command), row, rules)
-        assert not set(left) - (set(before) - {message}), (message, way, left)
+        assert before.issuperset(left), (message, way, left)
+        legal += [] if left else [way]
+    assert legal or row.legal, f"no way out: {message}"
+    assert not row.legal or _broken_by(_words(row.legal), row, rules) == [], row.legal
 
 
 def _broken_by(neighbour: list[str], row: Refused, rules: Rules) -> list[str]:
@@ -208,11 +195,3 @@ def _broken_by(neighbour: list[str], row: Refused, rules: Rules) -> list[str]:
     needed = processes(neighbour)
     world_size = row.world_size if row.world_size is not None and row.world_size % needed == 0 else needed
     return rules([*neighbour, *batch], world_size)
-
-
-def check_legal(row: Refused, rules: Rules = broken_rules) -> None:
-    """Each way out that the message offers makes the command line legal, and the neighbour is."""
-    legal = [taking(way, row.command) for way in row.ways] + ([_words(row.legal)] if row.legal else [])
-    assert legal, "a row has a neighbour that passes"
-    for neighbour in legal:
-        assert _broken_by(neighbour, row, rules) == [], neighbour

@@ -32,7 +32,7 @@ def soon():
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < MOST_MIB << 10
 
 
-def doubling(line, first="a0: &a0 [1]\n"):
+def doubling(line, first):
     return first + "".join(line.replace("NEW", f"a{n}").replace("OLD", f"a{n - 1}") for n in range(1, 30))
 
 
@@ -47,29 +47,20 @@ def lookups(look_up):
 
 LONG = ",".join(f"f{n}" for n in range(5000))
 HUGE = {
-    "aliases": doubling("NEW: &NEW [*OLD, *OLD]\n"),
-    "aliases with dashes": doubling("NEW: &-NEW [*-OLD, *-OLD]\n", "a0: &-a0 [1]\n"),
-    "aliases in flows": "model: {data: {text_files: &a0 [x]}}\n" + doubling("NEW: [&NEW [*OLD,*OLD]]\n", ""),
-    "aliases as keys": "a: &a {b: 1}\n" + doubling("NEW: &NEW {? *OLD : *OLD}\n"),
-    "a few aliases of a long list": f"model: {{data: {{text_files: &a [{LONG}]}}}}\nname: [*a, *a, *a]\n",
+    "aliases": doubling("NEW: &NEW [*OLD, *OLD]\n", "a0: &a0 [1]\n"),
     "an alias of a long text": f"name: &a {'x' * 500_000}\nrun_dir: *a\nsample: {{prompt: *a}}\n",
     "merge keys": doubling("NEW: &NEW {<<: [*OLD, *OLD]}\n", "a0: &a0 {seed: 1}\n"),
     "an alias of itself": "model: &a {seed: *a}\n",
-    "levels by aliases": doubling("NEW: &NEW [*OLD]\n") + doubling("NEW: &NEW [*OLD]\n", "a0: &a0 [*a29]\n"),
     "levels": "model: {seed: " + "[" * 500 + "]" * 500 + "}\n",
     "many keys": "model:\n" + "".join(f"  fp8_margn{n}: 1\n" for n in range(4000)),
     "a long key": f"? {'x' * 500_000}\n: 1\n",
     "a long text": f"name: {'x ' * 1_000_000}\n",
     "a number of base 60": f"model: {{seed: {'1:' * 300_000}1}}\n",
     "a tagged number of base 60": f"model: {{seed: !!int '{'1:' * 300_000}1'}}\n",
-    "a fraction of base 60": f"model: {{seed: {'1:' * 190}1.5}}\n",
     "a large number": f"model: {{seed: 0x{'f' * 5000}}}\n",
     "a tag that fails": "model: {bias: !!bool maybe}\n",
-    "a tag that fails otherwise": "model: {seed: !!int ''}\n",
     "a date": "model: {seed: !!timestamp x}\n",
-    "a set": "model: {seed: !!set {a}}\n",
     "look-ups": lookups("${model.data.text_files[N]}"),
-    "look-ups by a resolver": lookups("${oc.select:model.data.text_files.N}"),
     "look-ups in a resolver": lookups("${oc.decode:${model.data.text_files[N]}}"),
     "long look-ups": "name: '" + "${a:" + "b:" * 40_000 + "}'\n",
     "deep look-ups": "name: '" + "${" * 8000 + "'\n",
@@ -99,8 +90,8 @@ def test_a_comparison_refuses_it_at_once(kind, run_dir, capsys):
 def test_files_with_a_few_aliases_are_read(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(
         RUN + "model:\n  seed: &seed 3\n  max_position_embeddings: &length 64\n  encoder_seq_length: *length\n"
-        f"  optim: {{lr: !!float 1, betas: &-a [0.9, 0.95]}}\n  data: {{data_impl: text, text_files: &f [{LONG}]}}\n"
-        "trainer: &t {max_steps: *seed}\nname: ${model.tokenizer.library}_${model.seed}\n"
+        f"  optim: {{lr: !!float 1, betas: [0.9, 0.95]}}\n  data: {{data_impl: text, text_files: [{LONG}]}}\n"
+        "trainer: {max_steps: *seed}\nname: ${model.tokenizer.library}_${model.seed}\n"
     )
     assert train(["--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job", "--resolve"]) == 0
     shown = capsys.readouterr().out

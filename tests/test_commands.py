@@ -70,10 +70,7 @@ def test_a_value_is_given_by_its_key_or_option(arguments, expected):
     [
         ([], ["source "]),
         (["suorce=a"], ["suorce "]),
-        (["--suorce", "a"], ["suorce ", "a "]),
         (["source"], ["source "]),
-        (["--source"], ["source "]),
-        (["--quiet", "max_steps"], ["max_steps ", "source "]),
         (["source=a", "--source", "b"], ["--source: source "]),
         (["source=a", "max_steps=two", "colour=rot", "quiet=1"], ["max_steps=two ", "colour=rot ", "quiet=1 "]),
     ],
@@ -90,11 +87,8 @@ def test_every_mistake_is_told_by_its_key(arguments, expected):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["outputs/a"], ["outputs/a source=outputs/a"]),
-        (["--quiet", "elsewhere"], ["elsewhere source=elsewhere"]),
         (["source=a", "elsewhere"], ["elsewhere KEY=elsewhere source max_steps"]),
         (["source=a", "model.fp8=true"], ["model.fp8 train leave out source max_steps"]),
-        (["source=a", "zzz=3"], ["zzz leave out source max_steps"]),
     ],
 )
 def test_what_is_no_key_is_told_with_the_way_out(arguments, expected):
@@ -168,15 +162,10 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
     "command",
     [
         "gpt_pretrain.__main__ --config-dir={}",
-        "gpt_pretrain.__main__ --config-path={}",
         "gpt_pretrain.__main__ --config-name={}",
         "gpt_pretrain.__main__ run_dir={}",
-        "gpt_pretrain.__main__ hydra.run.dir={}",
-        "gpt_pretrain.__main__ checkpoint.resume={}",
-        "gpt_pretrain.plan.__main__ run_dir={}",
         "gpt_pretrain.compare.__main__ runs=[{}]",
         "gpt_pretrain.checkpoint.__main__ list {}",
-        "gpt_pretrain.checkpoint.__main__ verify {}",
         "gpt_pretrain.import_hf path={} out=out",
     ],
 )
@@ -237,8 +226,6 @@ print("\\n" + json.dumps([code, [name for name in {HEAVY!r} if name in sys.modul
         ("gpt_pretrain", ["model.num_attention_heads=7"], 2),
         ("gpt_pretrain", ["--cfg", "job", "model=llama3_8b"], 0),
         ("gpt_pretrain", ["-m", "model.seed=1,2", "model.num_attention_heads=7"], 2),
-        ("gpt_pretrain.plan", ["model=llama3_8b", "fp8=mxfp8"], 2),
-        ("gpt_pretrain.checkpoint", ["list", str(REPOSITORY)], 2),
     ],
 )
 def test_an_answer_needs_no_torch_and_reads_each_file_once(module, arguments, code):

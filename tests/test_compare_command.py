@@ -166,7 +166,7 @@ def test_finished_runs_need_neither_torch_nor_a_configuration(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["a.log"], "a.log has no key; write runs="),
+        (["a.log"], "a.log has no key"),
         (["run=[a,b]"], "did you mean runs?"),
         (["compare.runs=[a,b]"], "runs=[…]; leave it out"),
         (["++runs=[a,b]", "trainer.max_steps=3"], "trainer.max_steps is training's"),

@@ -355,7 +355,7 @@ def test_the_last_line_of_a_running_log_may_be_torn(tmp_path):
 @pytest.mark.parametrize(
     ("yaml", "expected"),
     [
-        ("a: &a [" + "1, " * 1000 + "]\nb: [" + "*a, " * 17 + "]\n", "aliases"),
+        ("a: &a [" + "1, " * 1000 + "]\nb: [" + "*a, " * 17 + "]\n", "repeats"),
         ("- 1\n", "no keys"),
         ("a: [\n", "flow"),
         ("[" * 5000, "config.yaml"),

@@ -56,12 +56,6 @@ def test_both_programs_refuse_it_first(program, unwritable, capsys, monkeypatch)
     assert capsys.readouterr() == ("", expected)
 
 
-@pytest.mark.usefixtures("no_launcher")
-def test_a_name_that_is_too_long_is_told_before_anything_is_computed(capsys):
-    assert train(["data=mock", f"run_dir={'x' * 300}"]) == 2
-    assert f"run_dir={'x' * 300} cannot be written: File name too long" in capsys.readouterr().err
-
-
 def test_the_default_directory_is_refused_by_its_place(compose_config, monkeypatch):
     config = compose_config()
     monkeypatch.chdir(NO_FILES)

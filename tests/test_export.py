@@ -281,43 +281,11 @@ def test_what_no_class_says_is_refused_by_its_field(overrides, wanted, message):
     assert refused.value.problems == (message,)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["checkpiont=x", "out=y"],
-            "checkpiont is not a key of this command; did you mean checkpoint?",
-        ),
-        (
-            ["checkpoint=x", "out=y", "dtype=bfloat16"],
-            "dtype=bfloat16 is not one of fp32, bf16, fp16 or null; did you mean bf16?",
-        ),
-        (["checkpoint=x", "out=y", "out=z"], "out=z: out is given twice"),
-        (["checkpoint", "out=y"], "checkpoint has no value; write checkpoint=…"),
-    ],
-)
-def test_mistakes_on_the_command_line_are_told(arguments, message, capsys):
-    assert main(arguments) == 2
-    assert f"error: {message}\n" in capsys.readouterr().err
-
-
 def test_checkpoint_that_is_none_is_told(tmp_path, capsys):
     assert main([f"checkpoint={tmp_path}", f"out={tmp_path / 'hf'}"]) == 2
     assert "is not a complete checkpoint of this application" in capsys.readouterr().err
     assert main([f"checkpoint={tmp_path / 'nowhere'}", f"out={tmp_path / 'hf'}"]) == 2
     assert "does not exist" in capsys.readouterr().err
-
-
-def test_help_needs_no_torch():
-    program = (
-        "import sys\n"
-        "from gpt_pretrain.export import main\n"
-        "assert main(['--help']) == 0 and main(['out=x']) == 2\n"
-        "assert 'torch' not in sys.modules and 'megatron' not in sys.modules\n"
-    )
-    done = run_ranks(1, ["-c", program])
-    assert done.returncode == 0, done.stderr
-    assert "A checkpoint's directory" in done.stdout
 
 
 def test_memory_is_that_of_a_layer(tmp_path):

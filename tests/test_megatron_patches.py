@@ -231,39 +231,3 @@ def test_nothing_is_patched_but_through_patches():
     }
     assert found == OF_OTHERS
     assert changes_of_others(Path(inspect.getfile(patches)).read_text()), "where they are allowed they are seen"
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import torch\ntorch.cuda.synchronize = print",
-        "def f():\n    from megatron.core.transformer import attention\n    attention.SplitAlongDim = None",
-        "from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer as D\nD.step = None",
-        "import megatron.core.optimizer\nmegatron.core.optimizer.Adam, x = 1, 2",
-        "import torch\ncuda = torch.cuda\ncuda.stream = None",
-        "from transformer_engine.pytorch.module import linear\nfor place in (linear,):\n    place.general_gemm = None",
-        "import torch\nsetattr(torch.cuda, 'stream', None)",
-        "def replace(owner, name, value):\n    setattr(owner, name, value)",
-        "import torch\ndel torch.cuda.stream",
-        "import torch\ntorch.cuda.__dict__['stream'] = None",
-        "import sys\nsys.modules['apex'] = None",
-        "import sys\nsys.modules.setdefault('apex', None)",
-    ],
-)
-def test_a_patch_elsewhere_is_seen(source):
-    assert changes_of_others(source)
-
-
-@pytest.mark.parametrize(
-    "source",
-    [
-        "from gpt_pretrain.config import keys\nkeys.x = 1",
-        "class A:\n    def __init__(self):\n        self.x = 1",
-        "import torch\ndef f(tensor):\n    tensor.main_grad = torch.zeros(1)\n    tensor[0] = 1",
-        "from hydra.core.hydra_config import HydraConfig\nHydraConfig.instance().cfg = None",
-        "from megatron.core.optimizer import OptimizerConfig\noptions = OptimizerConfig()\nsetattr(options, 'lr', 1)",
-        "import sys\nmodule = sys.modules['gpt_pretrain']",
-    ],
-)
-def test_what_is_no_patch_passes(source):
-    assert changes_of_others(source) == []

@@ -227,102 +227,50 @@ A100 = replace(GPU, device_name="NVIDIA A100", compute_capability=(8, 0))
     ("platform", "row"),
     [
         *(
-            (platform, Refused(f"model.{TE}=true", told=f"model.{TE}=true {why}", offers=f"model.{TE}=null,false"))
+            (platform, Refused(f"model.{TE}=true", told=f"model.{TE}=true {why}"))
             for platform, why in (
                 (CPU, "CUDA device"),
                 (GPU_WITHOUT_TE, "installed pip '.[te]'"),
                 (GPU_WITH_BROKEN_TE, "OSError: libcublas.so.13"),
             )
         ),
-        *(
-            (CPU, Refused(f"model.{key}=true", told=f"model.{key}=true CUDA", offers=f"model.{key}=null,false"))
-            for key in (ACTIVATION, DROPOUT)
-        ),
+        *((CPU, Refused(f"model.{key}=true", told=f"model.{key}=true CUDA")) for key in (ACTIVATION, DROPOUT)),
         (
             replace(CPU, compiler_problem="there is no g++ on the PATH"),
-            Refused("model.compile=true", told="model.compile=true g++ PATH", offers="model.compile=false"),
+            Refused("model.compile=true", told="model.compile=true g++ PATH"),
         ),
-        (CPU, Refused(NATIVE, told=f"{NATIVE} CUDA", offers="model.cross_entropy_fusion_impl=null,linear")),
-        (
-            CPU,
-            Refused(
-                LEAN,
-                told="model.optim.use_precision_aware_optimizer=true trainer.precision=auto fp32 CUDA",
-                offers="trainer.precision=bf16 | model.optim.use_precision_aware_optimizer=false",
-            ),
-        ),
+        (CPU, Refused(NATIVE, told=f"{NATIVE} CUDA")),
+        (CPU, Refused(LEAN, told="model.optim.use_precision_aware_optimizer=true trainer.precision=auto fp32 CUDA")),
         (
             CPU,
             Refused(
                 "model=moe_small parallelism=ep2 model.overlap_moe_expert_parallel_comm=true",
                 told="model.overlap_moe_expert_parallel_comm=true trainer.precision=auto fp32 CUDA",
-                offers="trainer.precision=bf16 | model.overlap_moe_expert_parallel_comm=false",
                 world_size=2,
             ),
         ),
-        (
-            A100,
-            Refused(
-                f"{LEAN} model.optim.exp_avg_dtype=fp8",
-                told="model.optim.exp_avg_dtype=fp8 8.9 A100 8.0",
-                offers="model.optim.exp_avg_dtype=fp16,bf16,fp32",
-            ),
-        ),
-        (CPU, Refused(f"model.{ROPE}=true", offers=f"model.{ROPE}=null,false")),
+        (A100, Refused(f"{LEAN} model.optim.exp_avg_dtype=fp8", told="model.optim.exp_avg_dtype=fp8 8.9 A100 8.0")),
+        (CPU, Refused(f"model.{ROPE}=true")),
         *(
-            (platform, Refused(f"model=moe_small {setting}", told=f"{setting} {why} gpt_pretrain.doctor", offers=way))
+            (platform, Refused(f"model=moe_small {setting}", told=f"{setting} {why} gpt_pretrain.doctor"))
             for platform, why in ((CPU, "CUDA device"), (GPU_WITHOUT_TE, "installed '.[te]'"))
-            for setting, way in (
-                ("model.moe_permute_fusion=true", "model.moe_permute_fusion=null,false"),
-                ("model.moe_grouped_gemm=true", "model.moe_grouped_gemm=null,false"),
-                ("model.moe_grouped_kernel=triton", "model.moe_grouped_kernel=null"),
-                ("model.moe_grouped_kernel=transformer_engine", "model.moe_grouped_kernel=null"),
+            for setting in (
+                "model.moe_permute_fusion=true",
+                "model.moe_grouped_gemm=true",
+                "model.moe_grouped_kernel=triton",
+                "model.moe_grouped_kernel=transformer_engine",
             )
         ),
-        (
-            CPU,
-            Refused(f"model.{QKV}=true", told=f"model.{QKV}=true CUDA", offers=f"model.{QKV}=null,false"),
-        ),
-        (
-            GPU_WITHOUT_TE,
-            Refused(f"model.{SOFTMAX}=true", told=f"model.{SOFTMAX}=true apex", offers=f"model.{SOFTMAX}=null,false"),
-        ),
-        (
-            GPU_WITH_APEX,
-            Refused(
-                f"model.{SOFTMAX}=true",
-                told=f"model.{SOFTMAX}=true Transformer Engine",
-                offers=f"model.{SOFTMAX}=null,false",
-            ),
-        ),
+        (CPU, Refused(f"model.{QKV}=true", told=f"model.{QKV}=true CUDA")),
+        (GPU_WITHOUT_TE, Refused(f"model.{SOFTMAX}=true", told=f"model.{SOFTMAX}=true apex")),
+        (GPU_WITH_APEX, Refused(f"model.{SOFTMAX}=true", told=f"model.{SOFTMAX}=true Transformer Engine")),
         (
             GPU_WITHOUT_TE,
-            Refused(
-                "model.context_parallel_size=2",
-                told="model.context_parallel_size=2 installed '.[te]'",
-                offers="model.context_parallel_size=1",
-            ),
+            Refused("model.context_parallel_size=2", told="model.context_parallel_size=2 installed '.[te]'"),
         ),
-        (
-            GPU,
-            Refused(f"model.context_parallel_size=2 model.{TE}=false", offers="model.context_parallel_size=1"),
-        ),
-        (
-            GPU,
-            Refused(
-                "trainer.precision=fp32",
-                told="trainer.precision=fp32 TF32",
-                offers=f"trainer.precision=bf16 | model.{TE}=false",
-            ),
-        ),
-        (
-            GPU_WITHOUT_TE,
-            Refused(
-                f"{NATIVE} trainer.precision=fp32",
-                told=f"{NATIVE} trainer.precision=fp32 BF16",
-                offers="model.cross_entropy_fusion_impl=null,linear",
-            ),
-        ),
+        (GPU, Refused(f"model.context_parallel_size=2 model.{TE}=false")),
+        (GPU, Refused("trainer.precision=fp32", told="trainer.precision=fp32 TF32")),
+        (GPU_WITHOUT_TE, Refused(f"{NATIVE} trainer.precision=fp32", told=f"{NATIVE} trainer.precision=fp32 BF16")),
     ],
 )
 def test_explicit_setting_that_cannot_be_met_is_refused(platform: Platform, row: Refused) -> None:

@@ -42,7 +42,7 @@ def test_user_buffers_with_multicast_are_refused_on_a_host_without(skips):
     platform = replace(H200, multicast_variables={"NCCL_NVLS_ENABLE": "0", **skips})
     (problem,) = refusals(platform, *OVERLAP)
     settings = ["model.tp_comm_overlap=true", "NCCL_NVLS_ENABLE=0", "UB_SKIPMC=1"]
-    check_told(problem, settings, [["model.tp_comm_overlap=false"]])
+    check_told(problem, settings)
     assert refusals(platform, "data=mock", "parallelism=tp2_sp") == []
 
 
@@ -54,11 +54,8 @@ def test_the_environment_is_where_a_run_looks(monkeypatch):
     assert detect_platform().multicast_variables == {"NCCL_NVLS_ENABLE": "0"}
 
 
-@pytest.mark.parametrize(
-    ("override", "instead"),
-    [("model.tp_comm_overlap=true", "false"), ("model.cuda_graph_impl=local", "none")],
-)
-def test_what_transformer_engine_does_is_refused_without_it(override, instead):
+@pytest.mark.parametrize("override", ["model.tp_comm_overlap=true", "model.cuda_graph_impl=local"])
+def test_what_transformer_engine_does_is_refused_without_it(override):
     for platform, why in ((H200_WITHOUT_TE, INSTALL_TE), (CPU, "CUDA device")):
         (problem,) = refusals(platform, "data=mock", override)
-        check_told(problem, [override, "Transformer Engine", why], [[f"{override.partition('=')[0]}={instead}"]])
+        check_told(problem, [override, "Transformer Engine", why])

@@ -3,12 +3,10 @@
 import contextlib
 import fcntl
 import os
-import random
 import re
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from pathlib import Path
@@ -26,11 +24,8 @@ HEADS = [*FITS, "model.num_attention_heads=${oc.env:HEADS}"]
 NOWHERE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 # Command line, and what differs between the ranks; None: the rank finds nothing wrong.
 MISTAKES = {
-    "a typo": (TYPO, [{}] * 4, ["model.hiden_size"]),
     "two mistakes": (["model.hiden_size=3", "trainer.max_step=1"], [{}] * 4, ["model.hiden_size", "trainer.max_step "]),
-    "a broken rule": ([*FITS, "model.num_attention_heads=6"], [{}] * 3, ["model.num_attention_heads=6"]),
     "the launcher's own": ([], [{"WORLD_SIZE": "x"}] * 3, ["WORLD_SIZE='x'"]),
-    "of the last rank alone": (HEADS, [{"HEADS": "8"}] * 2 + [{"HEADS": "6"}], ["model.num_attention_heads=6"]),
     "of all but rank 0": (HEADS, [{"HEADS": "8"}] + [{"HEADS": "6"}] * 3, ["model.num_attention_heads=6"]),
 }
 
@@ -124,29 +119,20 @@ def test_nodes_tell_for_themselves_and_say_where(tmp_path):
     assert line.startswith(f"error ({os.uname().nodename}): model.hiden_size")
 
 
-@contextlib.contextmanager
-def notes_held():
-    """The file in which ranks note what they have told is locked, as by a rank that is stopped at that moment."""
-    path = Path(tempfile.gettempdir(), f"gpt_pretrain-{os.getuid()}.told")
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-def test_a_rank_that_cannot_note_what_it_tells_tells_it(tmp_path):
-    with notes_held(), (tmp_path / "errors").open("a") as errors:
-        began = time.monotonic()
-        launch = Launch(TYPO, [{}, {}], errors)
-        assert [process.wait(timeout=60) for process in launch.processes] == [2, 2]
-        assert time.monotonic() - began < 10
+@pytest.mark.parametrize("how", ["locked", "a link"])
+def test_a_rank_that_cannot_note_what_it_tells_tells_it(how, tmp_path):
+    """The file is locked as by a rank that is stopped at that moment, or somebody has put a link there."""
+    notes = tmp_path / f"gpt_pretrain-{os.getuid()}.told"
+    if how == "a link":
+        notes.symlink_to(tmp_path / "target")
+    place = {"TMPDIR": str(tmp_path)}
+    with notes.open("a") if how == "locked" else contextlib.nullcontext() as file:
+        if file is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        with (tmp_path / "errors").open("a") as errors:
+            launch = Launch(TYPO, [place, place], errors)
+            assert [process.wait(timeout=60) for process in launch.processes] == [2, 2]
     assert list(told(tmp_path / "errors").values()) == [2], "rather twice than never"
-    (tmp_path / "folder").mkdir()
-    with (tmp_path / "elsewhere").open("a") as errors:
-        place = {"TMPDIR": str(tmp_path / "folder")}
-        (tmp_path / "folder" / f"gpt_pretrain-{os.getuid()}.told").symlink_to(tmp_path / "target")
-        launch = Launch(TYPO, [place, place], errors)
-        assert [process.wait(timeout=60) for process in launch.processes] == [2, 2]
-    assert list(told(tmp_path / "elsewhere").values()) == [2]
     assert not (tmp_path / "target").exists()
 
 
@@ -162,19 +148,16 @@ def full_pipe():
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_a_signal_that_comes_while_it_is_told_changes_nothing(num_ranks, name):
+def test_a_signal_that_comes_while_it_is_told_changes_nothing(num_ranks):
     reader, writer = full_pipe()
     launch = Launch(TYPO, [{}] * num_ranks, writer)
     os.close(writer)
-    ignored = 1 << (getattr(signal, name) - 1)
-    for process in launch.processes[:1]:
-        deadline = time.monotonic() + 60
-        status = Path(f"/proc/{process.pid}/status")
-        while not int(re.search(r"SigIgn:\s*(\w+)", status.read_text())[1], 16) & ignored:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        process.send_signal(getattr(signal, name))
+    deadline, ignored = time.monotonic() + 60, 1 << (signal.SIGTERM - 1)
+    status = Path(f"/proc/{launch.processes[0].pid}/status")
+    while not int(re.search(r"SigIgn:\s*(\w+)", status.read_text())[1], 16) & ignored:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    launch.processes[0].terminate()
     with os.fdopen(reader, "rb") as pipe:
         text = pipe.read().decode().lstrip("x")
     assert [process.wait(timeout=60) for process in launch.processes] == [2] * num_ranks
@@ -195,30 +178,3 @@ def test_torchrun_shows_a_mistake_once():
     done = run_ranks(4, ["-m", "gpt_pretrain", *TYPO])
     assert done.returncode == 1
     assert done.stderr.count("error: model.hiden_size") == 1
-
-
-# What each rank of torchrun runs: with its own number of heads.
-OF_ITS_RANK = """
-import os, runpy
-os.environ["HEADS"] = os.environ["ALL_HEADS"].split(",")[int(os.environ["RANK"])]
-runpy.run_module("gpt_pretrain", run_name="__main__", alter_sys=True)
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-@pytest.mark.parametrize("num_ranks", [4, 8])
-def test_of_fifty_launches_by_torchrun_each_tells_its_mistake_once(num_ranks, tmp_path):
-    chance, ranks = random.Random(num_ranks), range(num_ranks)
-    program = tmp_path / "of_its_rank.py"
-    program.write_text(OF_ITS_RANK)
-    for number in range(50):
-        # A typo of all, a missing file of all, or heads that do not fit some.
-        kind = chance.choice(["typo", "file", *["heads"] * 6])
-        wrong = chance.choice([ranks, ranks[1:], [0], [num_ranks - 1], chance.sample(ranks, num_ranks // 2)])
-        heads = [chance.choice(["6", "10"]) if kind == "heads" and rank in wrong else "8" for rank in ranks]
-        more = {"typo": TYPO, "file": ["data=text", "model.data.text_files=[nowhere.txt]"], "heads": []}[kind]
-        done = run_ranks(num_ranks, [str(program), *HEADS, *more], env={"ALL_HEADS": ",".join(heads)})
-        lines = Counter(line for line in done.stderr.splitlines() if line.startswith("error: "))
-        assert set(lines.values()) == {1}, (number, kind, heads, done.stderr)
-        assert len(lines) <= max(1, len(set(heads) - {"8"})), (number, kind, heads, done.stderr)

@@ -14,7 +14,6 @@ import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from gpt_pretrain.config.convert import read_value
@@ -33,7 +32,7 @@ _OPTIONS = """\
 --config-dir, -cd DIR    search DIR too, after conf/
 --config-path, -cp DIR   search DIR instead of conf/
 --info, -i               what Hydra knows: search path, defaults, plugins
---hydra-help, --version  Hydra's own help; Hydra's version"""
+--version                Hydra's version"""
 
 
 def _styled(text: str, style: int) -> str:
@@ -141,13 +140,8 @@ def read_arguments[Arguments](kind: type[Arguments], arguments: Sequence[str], p
     for name, text, argument in _pairs(arguments, keys, plain):
         if name not in keys:
             nearest = nearest_name(name, keys)
-            if text is None and argument == name and (nearest is None or Path(argument).exists() or "/" in argument):
-                # A lone value, most likely for the first required key.
-                nearest = next((key for key in keys if key not in {*values, *defaults, *meant}), None)
-                way = (
-                    f"{nearest}={argument}" if nearest is not None else f"KEY={argument} with one of {', '.join(keys)}"
-                )
-                problems.append(f"{argument} has no key; write {way}")
+            if text is None and (nearest is None or "/" in argument):
+                problems.append(f"{argument} has no key; write KEY={argument} with one of {', '.join(keys)}")
             elif nearest is None:
                 reason = "is training's, and this command does not train" if is_known(name) else "is not a key here"
                 problems.append(f"{name} {reason}; leave it out, or use one of {', '.join(keys)}")

@@ -1,32 +1,26 @@
 """The command line of a run: `parse_command_line` → `check_request` → `show`, or the jobs.
 
-Hydra itself answers its options that show something (`--cfg`, `--info`, shell completion, …); only `--help` and the
-errors are ours. `hydra_settings` gives a job what Hydra's own keys (`hydra.run.dir`, `hydra.job.chdir`, …) ask for.
+Hydra itself answers its options that show something (`--cfg`, `--info`); only `--help` and the
+errors are ours.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import chdir, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.utils import configure_log, env_override
 from hydra.errors import HydraException
-from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
-from gpt_pretrain.config.errors import ConfigError, UserError, written
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
-    UNSUPPORTED,
     did_you_mean,
     flatten,
     is_known,
@@ -37,18 +31,16 @@ from gpt_pretrain.config.keys import (
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
-from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
 from gpt_pretrain.rules.jobs import Job, check_command
 from gpt_pretrain.rules.overrides import by_split
 
-# Hydra's option that is not supported, and never offered.
-_REFUSED = "--experimental-rerun"
-_COMMANDS = ("run", "multirun", "cfg", "info", "shell_completion")
+# Hydra's options that are not supported, and never offered.
+_REFUSED = ("--experimental-rerun", "--hydra-help", "--shell-completion")
+_COMMANDS = ("run", "multirun", "cfg", "info")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +57,7 @@ class Request:
         """Whether the command line runs the command rather than shows something."""
         options = self.options
         # A configuration that --cfg and --info show may be incomplete, and no rules check it.
-        return options.cfg is None and options.info is None and not (options.help or self.is_hydras_own)
+        return options.cfg is None and options.info is None and not options.help
 
     @property
     def source_options(self) -> list[str]:
@@ -73,27 +65,16 @@ class Request:
         given = {f"--config-{name}": getattr(self.options, f"config_{name}") for name in ("name", "path", "dir")}
         return [f"{option}={value}" for option, value in given.items() if value is not None]
 
-    @property
-    def is_hydras_own(self) -> bool:
-        """`--hydra-help` and `--shell-completion`, which take no configuration of ours."""
-        return bool(self.options.hydra_help or self.options.shell_completion)
-
 
 def _unknown_option(argument: str, known: Sequence[str]) -> str:
     """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
-    if is_known(name) or name in group_names():
-        return f"{argument}: there is no such option; groups and keys stand without dashes: {name}={value or '…'}"
-    # A flag of another program: --micro-batch-size=4.
-    meant = name.replace("-", "_").lower()
-    if meant in UNSUPPORTED:
-        return f"{argument}: there is no such option: {UNSUPPORTED[meant]}"
-    key = key_named(meant)
-    if key is not None:
-        value = value or ("true" if schema_keys()[key].kind is bool else "…")
-        return f"{argument}: there is no such option; keys stand without dashes: {key}={value}"
+    # Also a flag of another program: --micro-batch-size=4.
+    meant = name if is_known(name) or name in group_names() else key_named(name.replace("-", "_"))
+    if meant is not None:
+        return f"{argument}: there is no such option; groups and keys stand without dashes: {meant}={value or '…'}"
     nearest = nearest_name(argument, known)
-    return f"{argument}: there is no such option{did_you_mean(None if nearest == _REFUSED else nearest)}"
+    return f"{argument}: there is no such option{did_you_mean(None if nearest in _REFUSED else nearest)}"
 
 
 def parse_command_line(arguments: Sequence[str]) -> Request:
@@ -120,8 +101,9 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     for name in ("resolve", "package"):
         if options.cfg is None and getattr(options, name) not in (None, False):
             raise ConfigError([f"--{name} goes with --cfg, and there is none"])
-    if options.experimental_rerun is not None:
-        raise ConfigError([f"{_REFUSED} is not supported; run_dir=DIRECTORY resumes a run"])
+    for option, way in zip(_REFUSED, ("run_dir=DIRECTORY resumes a run", "see --help", "leave it out"), strict=True):
+        if getattr(options, option.lstrip("-").replace("-", "_")):
+            raise ConfigError([f"{option} is not supported; {way}"])
     if options.config_path is not None:
         # Hydra would resolve the path relative to this file, not to the working directory.
         options.config_path = str(Path(options.config_path).resolve())
@@ -161,8 +143,6 @@ def check_request(
     if options.multirun and launch.launcher != "none":
         problem = f"-m runs a sweep's jobs one after another in one process, and {launch.launcher} started this one"
         raise ConfigError([f"{problem}; start the sweep without {launch.launcher}, or each of its runs on its own"])
-    if request.is_hydras_own:
-        return []
 
     def rules_of_job(config: Config, submission: Submission | None) -> Iterable[str]:
         if rules is not None:
@@ -208,11 +188,7 @@ def _show_with_hydra(request: Request) -> None:
     hydra = Hydra(task_name=JOB_NAME, config_loader=request.loader)
     GlobalHydra.instance().initialize(hydra)
     try:
-        if options.hydra_help:
-            hydra.hydra_help(config_name=name, args_parser=get_args_parser(), args=options)
-        elif options.shell_completion:
-            hydra.shell_completion(config_name=name, overrides=overrides)
-        elif options.info is not None:
+        if options.info is not None:
             hydra.show_info(options.info, config_name=name, overrides=overrides)
         else:
             hydra.show_cfg(name, overrides, options.cfg, options.package, options.resolve)
@@ -220,67 +196,3 @@ def _show_with_hydra(request: Request) -> None:
         raise ConfigError([composition_problem(error)]) from error
     finally:
         GlobalHydra.instance().clear()
-
-
-@contextmanager
-def hydra_settings(job: Job) -> Iterator[None]:
-    """What a job's own Hydra keys ask for while it runs: a directory, files that describe it, logging, an environment.
-
-    Raises:
-        UserError: Hydra's directory or files cannot be written.
-    """
-    settings = job.composed.hydra
-    # As Hydra's `set_config`, without a copy.
-    HydraConfig.instance().cfg = cast(Any, job.composed)
-    try:
-        directory = _describe_job(job)
-        configure_log(settings.job_logging, settings.verbose)
-        with env_override(settings.job.env_set), chdir(directory) if settings.job.chdir else nullcontext():
-            yield
-    finally:
-        HydraConfig.instance().cfg = None
-
-
-@ended_at_once()
-def _describe_job(job: Job) -> Path:
-    """Makes the directory of `hydra.run.dir` or of a sweep's job, and the files of `hydra.output_subdir`, if any."""
-    composed, settings = job.composed, job.composed.hydra
-    swept = settings.mode is RunMode.MULTIRUN
-    directory = Path(settings.sweep.dir, settings.sweep.subdir) if swept else Path(settings.run.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        if settings.output_subdir is not None:
-            (directory / settings.output_subdir).mkdir(parents=True, exist_ok=True)
-            own = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
-            sections = {"config": own, "hydra": {"hydra": settings}, "overrides": settings.overrides.task}
-            for name, section in sections.items():
-                OmegaConf.save(section, directory / settings.output_subdir / f"{name}.yaml")
-    except OSError as error:
-        raise _unwritable(error, settings, "hydra.run.dir", "hydra.output_subdir") from error
-    return directory
-
-
-@ended_at_once()
-def record_sweep(request: Request) -> None:
-    """Writes the composition of a sweep, with what it sweeps over, to `multirun.yaml` in its directory.
-
-    Raises:
-        UserError: The directory cannot be written.
-    """
-    composed = request.loader.compose([*request.overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
-    directory = Path(composed.hydra.sweep.dir)
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(composed, directory / "multirun.yaml")
-    except OSError as error:
-        raise _unwritable(error, composed.hydra, "hydra.sweep.dir") from error
-
-
-def _unwritable(error: OSError, settings: DictConfig, *keys: str) -> Exception:
-    """The error for a place that Hydra's `keys` name; a limit that is met is no matter of the place."""
-    if limit_met(error) is not None:
-        return error
-    where = ", ".join(f"{key}={written(OmegaConf.select(settings, key.removeprefix('hydra.')))}" for key in keys)
-    return UserError(
-        f"Hydra cannot write {error.filename}: {error.strerror}; give another directory ({where}), or leave it out"
-    )

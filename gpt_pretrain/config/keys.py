@@ -24,7 +24,6 @@ TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "stri
 
 # Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
-    "runs": "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out",
     "fp8_format": (
         "use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or with model.fp8_e4m3=true "
         "(E4M3 in both)"
@@ -42,10 +41,6 @@ UNSUPPORTED = {
         "megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink multicast on where the host forbids it, "
         "and continues without registered buffers where NCCL refuses them; leave it out"
     ),
-    "tp_only_amax_red": "amaxes are reduced over all ranks that share a tensor or its data; leave it out",
-    "precompute_float8_dynamic_scale_for_fsdp": (
-        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out"
-    ),
 }
 
 # Values of other programs that a key does not take: what to do instead.
@@ -55,14 +50,6 @@ UNSUPPORTED_VALUES = {
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
     ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",
-}
-
-# The same for the options of a group.
-UNSUPPORTED_OPTIONS = {
-    ("fp8", "hybrid"): "use fp8=delayed or tensorwise, whose format is hybrid",
-    ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
-    ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
-    ("fp8", "false"): "use fp8=none",
 }
 
 
@@ -201,25 +188,6 @@ def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any
         yield path, value
 
 
-def _similarity(wrong: str, known: str) -> float:
-    """How likely `known` was meant, by the spelling of the last part or of the whole path.
-
-    Names are close if one has all words of the other: seq_length and encoder_seq_length.
-    """
-    (wrong_parent, _, wrong_leaf), (known_parent, _, known_leaf) = wrong.rpartition("."), known.rpartition(".")
-    score = difflib.SequenceMatcher(None, wrong_leaf, known_leaf).ratio()
-    wrong_words, known_words = set(wrong_leaf.split("_")), set(known_leaf.split("_"))
-    if wrong_words <= known_words or known_words <= wrong_words:
-        score = max(score, 0.6) + 0.2
-    if wrong_parent == known_parent:
-        score += 0.1
-    return max(score, difflib.SequenceMatcher(None, wrong, known).ratio() if "." in wrong else 0.0)
-
-
-# One letter more or less in a word of four.
-_SURE = 0.88
-
-
 def key_named(path: str) -> str | None:
     """The key with the same last part in another section, or with that name in other programs; None if none."""
     leaf = path.rpartition(".")[2]
@@ -236,16 +204,18 @@ def nearest_key(path: str, more: Iterable[str] = ()) -> str | None:
     program's name, the closest spelling, also among `more` (names that could stand in its place, such as groups).
     """
     parent, _, leaf = path.rpartition(".")
-    beside = [known for known in schema_keys() if known.rpartition(".")[0] == parent] if parent else []
-    typo = difflib.get_close_matches(path, beside, n=1, cutoff=0.0)
-    if typo and difflib.SequenceMatcher(None, leaf, typo[0].rpartition(".")[2]).ratio() >= _SURE:
-        return typo[0]
-    named = key_named(path)
-    if named is not None:
+    beside = {known.rpartition(".")[2]: known for known in schema_keys() if known.rpartition(".")[0] == parent}
+    # One letter more or less in a word of four.
+    typo = difflib.get_close_matches(leaf, beside, n=1, cutoff=0.88) if parent else []
+    if typo:
+        return beside[typo[0]]
+    if (named := key_named(path)) is not None:
         return named
-    known_names = [*schema_keys(), *schema_sections(), *more]
-    best = max(known_names, key=lambda known: _similarity(path, known))
-    return best if _similarity(path, best) >= 0.7 else None
+    leaves = {known.rpartition(".")[2]: known for known in schema_keys()}
+    for name, known in ((path, dict.fromkeys([*schema_keys(), *schema_sections(), *more])), (leaf, leaves)):
+        if close := difflib.get_close_matches(name, known, n=1, cutoff=0.7):
+            return known[close[0]] or close[0]
+    return None
 
 
 def nearest_name(name: str, known: Iterable[str]) -> str | None:
@@ -264,13 +234,12 @@ def did_you_mean(name: str | None) -> str:
 _MOST_SUGGESTIONS, _LONGEST_NAME = 20, 200
 
 
-def many_unknown(paths: Iterable[str]) -> list[str]:
-    """Messages about the keys of a file if too many are unknown to suggest something for each; otherwise none."""
+def unknown_keys(paths: Iterable[str]) -> list[str]:
+    """A message about each of the keys that is unknown; about many of a file, not each."""
     unknown = [path for path in paths if not is_known(path)]
-    if len(unknown) <= _MOST_SUGGESTIONS:
-        return []
-    told = map(unknown_key, unknown[:_MOST_SUGGESTIONS])
-    return [*told, f"{len(unknown) - _MOST_SUGGESTIONS:,} more are not keys of this version"]
+    more = len(unknown) - _MOST_SUGGESTIONS
+    told = [*map(unknown_key, unknown[:_MOST_SUGGESTIONS])]
+    return told if more <= 0 else [*told, f"{more:,} more are not keys of this version"]
 
 
 def unknown_key(path: str, more: Iterable[str] = ()) -> str:

@@ -22,18 +22,20 @@ from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
     UNSUPPORTED_VALUES,
     Key,
-    flatten,
-    is_known,
-    many_unknown,
     schema_keys,
     schema_sections,
-    unknown_key,
+    unknown_keys,
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 
-# Keys of the model that earlier versions saved, and that took no value but false.
-_REMOVED_KEYS = ("nccl_ub", "fp8_multi_head_attention")
+# Keys that earlier versions saved, with the values that they took; None: any, which training never read.
+_REMOVED_KEYS = (
+    ("model", "nccl_ub", (False,)),
+    ("model", "fp8_multi_head_attention", (False,)),
+    ("benchmark", "forecast", None),
+    ("benchmark", "markdown", None),
+)
 # Sections of every configuration that a run has saved. A user's own file of a few keys lacks some.
 _SAVED_SECTIONS = {"model", "trainer", "checkpoint", "logging", "sample"}
 # Behind an even number of backslashes.
@@ -59,7 +61,7 @@ def _read_section(
     node: DictConfig, section: type, prefix: str, origins: Mapping[str, str], *, complete: bool
 ) -> tuple[Any, list[str]]:
     """Builds `section` from `node`, None if something in it is wrong or open, and returns what is wrong."""
-    problems = [unknown_key(path) for name in node if not is_known(path := f"{prefix}{name!s}")]
+    problems = unknown_keys(f"{prefix}{name!s}" for name in node)
     values: dict[str, Any] = {}
     for field in fields(section):
         path, child = prefix + field.name, node._get_node(field.name)
@@ -216,15 +218,9 @@ def _whole(saved: DictConfig) -> tuple[DictConfig, list[str]]:
         return saved, [missing]
     if own.dropped_modules(values.get("extensions")):
         values = own.without_extensions(values)
-    if isinstance(model := values.get("model"), dict):
-        values["model"] = {
-            name: value for name, value in model.items() if name not in _REMOVED_KEYS or value is not False
-        }
-    if isinstance(benchmark := values.get("benchmark"), dict):
-        # Training never read them.
-        values["benchmark"] = {name: value for name, value in benchmark.items() if name not in ("forecast", "markdown")}
-    if many := many_unknown(path for path, _ in flatten(values)):
-        return saved, many
+    for section, name, values_read in _REMOVED_KEYS:
+        if isinstance(inside := values.get(section), dict) and (values_read is None or inside.get(name) in values_read):
+            inside.pop(name, None)
     looked_up = list(_interpolations(values))
     whole = OmegaConf.merge(OmegaConf.create(_later_values()), own.default_values(), values)
     assert isinstance(whole, DictConfig)

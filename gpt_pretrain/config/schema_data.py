@@ -1,6 +1,7 @@
 """The keys of `model.tokenizer`, `model.data` and `model.optim`: text, corpora, and the optimizer with its schedule."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gpt_pretrain.config.choices import (
@@ -21,9 +22,7 @@ from gpt_pretrain.config.facts import Unread, key, read_with, unread_with
 _SMALL_STATES = "model.optim.use_precision_aware_optimizer"
 _WITH_PLAIN_STATES = unread_with(_SMALL_STATES, False)
 _WITHOUT_SMALL_STATES = unread_with(
-    _SMALL_STATES,
-    False,
-    instead=f"{{key}}={{idle}}, or {_SMALL_STATES}=true with model.use_distributed_optimizer=true",
+    _SMALL_STATES, False, instead=f"{{key}}={{idle}}, or {_SMALL_STATES}=true with model.use_distributed_optimizer=true"
 )
 _WITH_WHOLE_MASTERS = unread_with(
     "model.optim.main_params_dtype", MainParamsDtype.fp16, because=", which is stored whole"
@@ -43,6 +42,7 @@ _WITH_CONSTANT_RATE = unread_with(
 )
 _SOURCE, _TOKENIZER = "model.data.data_impl", "model.tokenizer.library"
 _WITH_RANDOM_TOKENS = unread_with(_SOURCE, DataImpl.mock, because=", whose random tokens come from no file")
+_muon_key = partial(key, core=["OptimizerConfig"], unread=[_ONLY_MUON])
 
 
 def _with_wsd(instead: str = "") -> Unread:
@@ -171,33 +171,25 @@ class OptimConfig:
     """Type of Adam's first moment: fp32, bf16, fp16 or fp8."""
     exp_avg_sq_dtype: MomentDtype = key(before=MomentDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
     """Type of Adam's second moment: fp32, bf16 or fp16."""
-    muon_momentum: float = key(
-        minimum=0, below=1, use="0.95 or another", before=0.95, core=["OptimizerConfig"], unread=[_ONLY_MUON]
-    )
+    muon_momentum: float = _muon_key(minimum=0, below=1, use="0.95 or another", before=0.95)
     """Muon's momentum: the share of the old mean of gradients that a step keeps."""
-    muon_nesterov: bool = key(before=True, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    muon_nesterov: bool = _muon_key(before=True)
     """Muon looks one step ahead: it orthogonalizes the momentum mixed once more with the gradient."""
-    muon_split_qkv: bool = key(before=True, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    muon_split_qkv: bool = _muon_key(before=True)
     """Muon orthogonalizes queries, keys and values as three matrices, not the one matrix that they are stored in."""
-    muon_num_ns_steps: int = key(minimum=1, largest=100, before=5, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    muon_num_ns_steps: int = _muon_key(minimum=1, largest=100, before=5)
     """Iterations of Newton-Schulz."""
-    muon_coefficient_type: MuonCoefficientType = key(
-        before=MuonCoefficientType.quintic, core=["OptimizerConfig"], unread=[_ONLY_MUON]
-    )
+    muon_coefficient_type: MuonCoefficientType = _muon_key(before=MuonCoefficientType.quintic)
     """Coefficients of Newton-Schulz iteration: quintic and simple are made for 5 iterations, aol for 4, cans for 5 or
     more, polar_express for 5 to 8, deepseekv4 for 10."""
-    muon_scale_mode: MuonScaleMode = key(before=MuonScaleMode.spectral, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    muon_scale_mode: MuonScaleMode = _muon_key(before=MuonScaleMode.spectral)
     """What an orthogonalized matrix [out, in] is multiplied by: spectral √max(out, in), unit_rms_norm √(out / in),
     shape_scaling √max(1, out / in)."""
-    muon_extra_scale_factor: float = key(
-        above=0, use="0.2 or another", before=0.2, core=["OptimizerConfig"], unread=[_ONLY_MUON]
-    )
+    muon_extra_scale_factor: float = _muon_key(above=0, use="0.2 or another", before=0.2)
     """A factor beside muon_scale_mode; 0.2 with spectral gives updates the size of Adam's, so that `lr` serves both."""
-    muon_fp32_matmul_prec: MuonMatmulPrec = key(
-        before=MuonMatmulPrec.medium, core=["OptimizerConfig"], unread=[_ONLY_MUON]
-    )
+    muon_fp32_matmul_prec: MuonMatmulPrec = _muon_key(before=MuonMatmulPrec.medium)
     """Numbers of Newton-Schulz iteration: medium (BF16), high (TF32), highest (fp32)."""
-    muon_tp_mode: MuonTpMode = key(before=MuonTpMode.duplicated, core=["OptimizerConfig"], unread=[_ONLY_MUON])
+    muon_tp_mode: MuonTpMode = _muon_key(before=MuonTpMode.duplicated)
     """How matrices that tensor parallelism cuts are orthogonalized: duplicated (whole, on every rank), distributed
     (whole, the ranks sum products), blockwise (each rank's block by itself: another update for another layout)."""
     sched: ScheduleConfig

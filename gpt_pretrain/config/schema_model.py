@@ -1,6 +1,7 @@
 """The keys of `model`: architecture, batch, parallel layout, FP8 and kernels."""
 
 from dataclasses import dataclass
+from functools import partial
 
 from gpt_pretrain.config.choices import (
     AUTO,
@@ -42,6 +43,13 @@ _WITH_OWN_LOSS = read_with("model.loss", LossName.cross_entropy)
 _LOSS = "model.cross_entropy_loss_fusion"
 _WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
 
+# What many keys share.
+_expert_core_key = partial(key, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"])
+_expert_key = partial(key, unread=[_WITHOUT_EXPERTS])
+_fp8_key = partial(key, planned=True, unread=[_WITHOUT_FP8])
+_layout_key = partial(key, planned=True, core=["TransformerConfig"])
+_shape_key = partial(key, identity="model", core=["TransformerConfig"])
+
 
 def _full_recomputation(other: str) -> Unread:
     granularity = "model.activations_checkpoint_granularity"
@@ -53,15 +61,13 @@ def _full_recomputation(other: str) -> Unread:
 class ModelConfig:
     """`model`: architecture, batch, parallel layout, precision of the layers, kernels, data and optimizer."""
 
-    num_layers: int = key(
-        minimum=1, largest=2**10, aliases=["num_hidden_layers"], identity="model", core=["TransformerConfig"]
-    )
+    num_layers: int = _shape_key(minimum=1, largest=2**10, aliases=["num_hidden_layers"])
     """Transformer layers."""
-    hidden_size: int = key(minimum=1, largest=2**20, aliases=["dim"], identity="model", core=["TransformerConfig"])
+    hidden_size: int = _shape_key(minimum=1, largest=2**20, aliases=["dim"])
     """Width of the residual stream."""
     ffn_hidden_size: int | None = key(minimum=1, largest=2**24, aliases=["intermediate_size"], identity="model")
     """Inner width of the MLP (with swiglu, of each half); null: 4 × hidden_size."""
-    num_attention_heads: int = key(minimum=1, largest=2**16, identity="model", core=["TransformerConfig"])
+    num_attention_heads: int = _shape_key(minimum=1, largest=2**16, aliases=["num_heads"])
     """Query heads."""
     num_query_groups: int | None = key(
         minimum=1, largest=2**16, aliases=["num_key_value_heads", "n_kv_heads"], identity="model"
@@ -90,7 +96,7 @@ class ModelConfig:
         unread=[_WITH_SCALED_ROPE],
     )
     """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8); null: no stretching."""
-    normalization: Normalization = key(identity="model", core=["TransformerConfig"])
+    normalization: Normalization = _shape_key()
     """layernorm or rmsnorm."""
     layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"], core=["TransformerConfig"])
     """Epsilon of the normalization."""
@@ -100,7 +106,7 @@ class ModelConfig:
     """Biases in the linear layers."""
     qkv_bias: bool = key(identity="model", core=["TransformerConfig.add_qkv_bias"])
     """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
-    qk_layernorm: bool = key(before=False, identity="model", core=["TransformerConfig"])
+    qk_layernorm: bool = _shape_key(before=False)
     """Normalize the queries and keys of each head before rotation (Qwen3)."""
     layer: LayerName = key(before=LayerName.gpt, identity="model")
     """The transformer layer: gpt, or one that an extension registers."""
@@ -126,66 +132,38 @@ class ModelConfig:
     attention_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
     """Dropout probability of attention weights."""
 
-    num_moe_experts: int | None = key(
-        minimum=2,
-        use="2 or more, or a model without experts",
-        why="a router has no choice",
-        largest=2**16,
-        before=None,
-        identity="model",
-        core=["TransformerConfig"],
+    num_moe_experts: int | None = _shape_key(
+        minimum=2, use="2 or more, or a model without experts", why="a router has no choice", largest=2**16, before=None
     )
     """Experts that replace the MLP of every layer; a router picks some for each token. null: one MLP."""
-    moe_ffn_hidden_size: int | None = key(
-        minimum=1, largest=2**24, before=None, identity="model", unread=[_WITHOUT_EXPERTS]
-    )
+    moe_ffn_hidden_size: int | None = _expert_key(minimum=1, largest=2**24, before=None, identity="model")
     """Inner width of an expert; null: ffn_hidden_size."""
-    moe_router_topk: int = key(
-        minimum=1,
-        use="2 or more",
-        largest=2**16,
-        before=2,
-        aliases=["num_experts_per_tok"],
-        identity="model",
-        unread=[_WITHOUT_EXPERTS],
-        core=["TransformerConfig"],
+    moe_router_topk: int = _expert_core_key(
+        minimum=1, use="2 or more", largest=2**16, before=2, aliases=["num_experts_per_tok"], identity="model"
     )
     """Experts per token; a softmax over their router scores, in fp32, weights their results."""
-    moe_router_load_balancing_type: MoeLoadBalancing = key(
-        before=MoeLoadBalancing.aux_loss, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
-    )
+    moe_router_load_balancing_type: MoeLoadBalancing = _expert_core_key(before=MoeLoadBalancing.aux_loss)
     """Tokens that the auxiliary loss balances: of a microbatch (aux_loss), of each sequence (seq_aux_loss), or none."""
-    moe_aux_loss_coeff: float = key(
-        minimum=0,
-        use="0.01 or another above 0",
-        before=0.01,
-        idle=[0.01, 0.0],
-        unread=[_WITHOUT_EXPERTS],
-        core=["TransformerConfig"],
+    moe_aux_loss_coeff: float = _expert_core_key(
+        minimum=0, use="0.01 or another above 0", before=0.01, idle=[0.01, 0.0]
     )
     """Weight of the load-balancing loss in the gradient; the logged loss is the cross entropy only."""
-    moe_z_loss_coeff: float | None = key(
-        above=0, use="null for none", before=None, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
-    )
+    moe_z_loss_coeff: float | None = _expert_core_key(above=0, use="null for none", before=None)
     """Weight of the router's z-loss, the mean squared logsumexp of its scores; null: none."""
-    moe_token_dispatcher_type: MoeTokenDispatcher = key(
-        before=MoeTokenDispatcher.alltoall, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
-    )
+    moe_token_dispatcher_type: MoeTokenDispatcher = _expert_core_key(before=MoeTokenDispatcher.alltoall)
     """How tokens reach their experts: alltoall (each goes to its experts' ranks), allgather (all go to all ranks)."""
-    overlap_moe_expert_parallel_comm: bool = key(
-        before=False, planned=True, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"]
-    )
+    overlap_moe_expert_parallel_comm: bool = _expert_core_key(before=False, planned=True)
     """Exchange tokens between expert-parallel ranks while another microbatch computes: the forward pass of each
     microbatch overlaps the backward pass of the previous one. Needs memory for one more layer's activations."""
-    moe_grouped_gemm: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
+    moe_grouped_gemm: bool | None = _expert_key(idle=[None, False])
     """One grouped GEMM for all experts of a rank; needs Transformer Engine layers; null: on with them."""
-    moe_grouped_kernel: MoeGroupedKernel | None = key(before=None, unread=[_WITHOUT_EXPERTS])
+    moe_grouped_kernel: MoeGroupedKernel | None = _expert_key(before=None)
     """Implementation of the grouped GEMM: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel, so
     the experts stay out of FP8); null: triton for many small experts per rank."""
-    moe_permute_fusion: bool | None = key(idle=[None, False], unread=[_WITHOUT_EXPERTS])
+    moe_permute_fusion: bool | None = _expert_key(idle=[None, False])
     """Sort tokens by expert, and back, in TE's fused kernels; needs Transformer Engine layers; null: on with them,
     unless each expert-parallel rank gathers all tokens."""
-    moe_router_padding_for_quantization: bool = key(before=False, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"])
+    moe_router_padding_for_quantization: bool = _expert_core_key(before=False)
     """Route extra tokens of weight zero until each expert's count suits FP8; false: pad each expert's input."""
 
     encoder_seq_length: int = key(minimum=1, largest=2**24, aliases=["seq_length", "seq_len"], identity="batch")
@@ -197,35 +175,19 @@ class ModelConfig:
     seed: int = key(minimum=0, largest=2**32 - 1)
     """Seed for weights, data order and dropout."""
 
-    tensor_model_parallel_size: int = key(
-        minimum=1, largest=2**20, aliases=["tp"], planned=True, core=["TransformerConfig"]
-    )
+    tensor_model_parallel_size: int = _layout_key(minimum=1, largest=2**20, aliases=["tp"])
     """TP: ranks that split each layer's matrices."""
-    pipeline_model_parallel_size: int = key(
-        minimum=1, largest=2**20, aliases=["pp"], planned=True, core=["TransformerConfig"]
-    )
+    pipeline_model_parallel_size: int = _layout_key(minimum=1, largest=2**20, aliases=["pp"])
     """PP: stages that the layers are split into."""
-    virtual_pipeline_model_parallel_size: int | None = key(
-        minimum=1, largest=2**10, planned=True, core=["TransformerConfig"]
-    )
+    virtual_pipeline_model_parallel_size: int | None = _layout_key(minimum=1, largest=2**10)
     """Model chunks per pipeline rank (interleaved schedule); null: one chunk, plain 1F1B."""
-    context_parallel_size: int = key(minimum=1, largest=2**20, aliases=["cp"], planned=True, core=["TransformerConfig"])
+    context_parallel_size: int = _layout_key(minimum=1, largest=2**20, aliases=["cp"])
     """CP: ranks that split each sequence; needs Transformer Engine."""
-    expert_model_parallel_size: int = key(
-        minimum=1,
-        largest=2**20,
-        before=1,
-        aliases=["ep"],
-        planned=True,
-        unread=[_WITHOUT_EXPERTS],
-        core=["TransformerConfig"],
-    )
+    expert_model_parallel_size: int = _expert_core_key(minimum=1, largest=2**20, before=1, aliases=["ep"], planned=True)
     """EP: ranks, taken from those with different samples, that split the experts; must divide num_moe_experts."""
-    expert_tensor_parallel_size: int | None = key(
-        minimum=1, largest=2**20, before=None, planned=True, unread=[_WITHOUT_EXPERTS]
-    )
+    expert_tensor_parallel_size: int | None = _expert_key(minimum=1, largest=2**20, before=None, planned=True)
     """Ranks that split each expert's matrices; null: tensor_model_parallel_size."""
-    sequence_parallel: bool = key(planned=True, core=["TransformerConfig"])
+    sequence_parallel: bool = _layout_key()
     """Split norms and dropout along the sequence over the TP ranks; needs TP > 1."""
     use_distributed_optimizer: bool | None = key(planned=True)
     """Shard optimizer states and masters over the data-parallel ranks; null: only if fp8_params needs it."""
@@ -246,7 +208,7 @@ class ModelConfig:
     """Approximate number of values in one exchange of overlap_grad_reduce and overlap_param_gather; null: a 16th of a
     rank's layers, at most 400 million, but at least 40 million and 1 million per data-parallel rank; with sharded
     gradients that minimum."""
-    tp_comm_overlap: bool = key(before=False, planned=True, core=["TransformerConfig"])
+    tp_comm_overlap: bool = _layout_key(before=False)
     """Overlap the exchange of activations between TP ranks with GEMMs, in TE's user buffers; needs
     sequence_parallel."""
     grad_reduce_in_fp32: bool = key(planned=True, core=["DistributedDataParallelConfig"])
@@ -256,13 +218,13 @@ class ModelConfig:
     """FP8 matrix products in the transformer layers; the group fp8= sets this key and the following ones."""
     fp8_backend: Fp8Backend | None = key(before=None, planned=True, unread=[_ENGINE_WITHOUT_FP8])
     """FP8 implementation: transformer_engine (faster) or torchao; null: transformer_engine."""
-    fp8_recipe: Fp8RecipeName | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_recipe: Fp8RecipeName | None = _fp8_key()
     """Scaling recipe: delayed, tensorwise, blockwise or mxfp8; with torchao: tensorwise, rowwise or rowwise_with_gw_hp;
     null: delayed, with torchao tensorwise."""
-    fp8_hybrid: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_hybrid: bool | None = _fp8_key()
     """E4M3 forward, E5M2 for the gradients of outputs; null: on for delayed and tensorwise, unless fp8_e4m3.
     TorchAO's recipes fix their formats."""
-    fp8_e4m3: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_e4m3: bool | None = _fp8_key()
     """E4M3 in both directions, even if fp8_hybrid is set; null: on for blockwise and mxfp8, unless fp8_hybrid."""
     fp8_margin: int | None = key(
         minimum=0,
@@ -276,25 +238,21 @@ class ModelConfig:
         unread=[_WITHOUT_FP8],
     )
     """delayed: scales leave a headroom of 2^margin, with margin 0 to 14; null: 0."""
-    fp8_interval: int | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_interval: int | None = _fp8_key()
     """delayed: steps between new scales. Transformer Engine computes them at every step, so only 1 is allowed."""
-    fp8_amax_history_len: int | None = key(
-        minimum=1, use="1 or more (1024 is Transformer Engine's own)", planned=True, unread=[_WITHOUT_FP8]
-    )
+    fp8_amax_history_len: int | None = _fp8_key(minimum=1, use="1 or more (1024 is Transformer Engine's own)")
     """delayed: length of the amax history in forward passes (for gradients: backward passes); null: 1024."""
-    fp8_amax_compute_algo: AmaxComputeAlgo | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_amax_compute_algo: AmaxComputeAlgo | None = _fp8_key()
     """delayed: which amax of the history sets the scale, max or most_recent; null: max."""
-    fp8_wgrad: bool | None = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_wgrad: bool | None = _fp8_key()
     """Compute weight gradients in FP8; false: in the run's precision (delayed, and only emulated); null: true, except
     with rowwise_with_gw_hp."""
-    fp8_params: bool = key(
-        aliases=["fp8_param_gather", "enable_fsdp_float8_all_gather"], planned=True, unread=[_WITHOUT_FP8]
-    )
+    fp8_params: bool = _fp8_key(aliases=["fp8_param_gather", "enable_fsdp_float8_all_gather"])
     """Store and gather the layers' weights in FP8, with fp32 masters; needs the distributed optimizer."""
-    fp8_dot_product_attention: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_dot_product_attention: bool = _fp8_key()
     """Compute attention's own two products in FP8 (delayed or tensorwise; only Transformer Engine's fused
     attention)."""
-    first_last_layers_bf16: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    first_last_layers_bf16: bool = _fp8_key()
     """Keep the first and last layers out of FP8; with delayed, use fp8_exclude instead."""
     num_layers_at_start_in_bf16: int | None = key(
         largest=2**10, planned=True, unread=[_WITHOUT_FP8, _WITHOUT_KEPT_LAYERS]
@@ -304,10 +262,10 @@ class ModelConfig:
         largest=2**10, planned=True, unread=[_WITHOUT_FP8, _WITHOUT_KEPT_LAYERS]
     )
     """first_last_layers_bf16: layers kept out at the end, at most as many as a pipeline stage has; null: 1."""
-    fp8_exclude: list[str] = key(word=AUTO, aliases=["filter_fqns"], planned=True, unread=[_WITHOUT_FP8])
+    fp8_exclude: list[str] = _fp8_key(word=AUTO, aliases=["filter_fqns"])
     """Patterns (*, ?, [..]) of linear layers kept out of FP8: ["decoder.layers.0.*", "*.linear_fc2"]. auto, alone or
     among them, stands for layers too small to gain, with TorchAO's tensorwise and rowwise."""
-    fp8_emulate: bool = key(planned=True, unread=[_WITHOUT_FP8])
+    fp8_emulate: bool = _fp8_key()
     """Emulate FP8 on a machine without it, slowly: round values to the FP8 grids, then multiply."""
 
     transformer_engine: bool | None = key(planned=True)

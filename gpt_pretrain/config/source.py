@@ -28,7 +28,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -68,7 +68,7 @@ def check_source(source: Source) -> None:
     """Checks that the folders and the primary file exist, before Hydra looks for them.
 
     Raises:
-        ConfigError: One of them does not, or a path is given instead of a name.
+        ConfigError: One of them does not.
     """
     problems = [
         f"{option}={folder}: there is no such folder"
@@ -81,37 +81,20 @@ def check_source(source: Source) -> None:
     name = source.config_name.removesuffix(".yaml")
     if any((folder / f"{name}.yaml").is_file() for folder in folders):
         return
-    given, path = f"--config-name={source.config_name}", Path(source.config_name)
-    with_suffix = path if path.suffix == ".yaml" else path.with_name(f"{path.name}.yaml")
-    if with_suffix.is_file():
-        instead = f"--config-dir={with_suffix.parent} --config-name={with_suffix.stem}"
-        raise ConfigError([f"{given} is a path, and takes a name; use {instead}"])
     known = [path.stem for folder in folders for path in sorted(folder.glob("*.yaml"))]
-    looked = " and ".join(map(str, folders))
-    raise ConfigError([f"{given}: {looked} has no such file{did_you_mean(nearest_name(name, known))}"])
+    nearest, looked = did_you_mean(nearest_name(name, known)), " and ".join(map(str, folders))
+    way = "; a file elsewhere is named with --config-dir=FOLDER --config-name=NAME"
+    raise ConfigError([f"--config-name={source.config_name}: {looked} has no such file{nearest or way}"])
 
 
-class _Original[T]:
-    """An object of OmegaConf, and copies to change: pickle takes a fifth of deepcopy's time."""
-
-    def __init__(self, value: T) -> None:
-        self.value = value
-        self._pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        self.num_bytes = len(self._pickled)
-
-    def copy(self) -> T:
-        copied: T = pickle.loads(self._pickled)
-        return copied
+def _copy[T](value: T) -> T:
+    """A copy of an object of OmegaConf in a fifth of deepcopy's time."""
+    copied: T = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    return copied
 
 
 # Of a composition, which names 30 files in defaults lists. Files that name two others each double with each level.
-_MOST_FILES, _MOST_PICKLED = 500, 1 << 26
-
-# A file, identified by its place and its state on disk.
-_FileKey = tuple[Any, ...]
-# A process that composes often, as a sweep does, reads and merges the same files once.
-_READ: dict[_FileKey, _Original[ConfigResult]] = {}
-_MERGED: dict[tuple[tuple[str, _FileKey], ...], _Original[DictConfig]] = {}
+_MOST_FILES = 200
 
 
 class _Files(ConfigRepository):
@@ -119,19 +102,11 @@ class _Files(ConfigRepository):
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
-        self._found: dict[str, _FileKey | None] = {}
+        self._read: dict[str, ConfigResult | None] = {}
 
-    def key(self, config_path: str) -> _FileKey | None:
-        """What identifies a file; None where there is none."""
-        if config_path not in self._found:
-            source = self._find_object_source(config_path, ObjectType.CONFIG)
-            self._found[config_path] = None if source is None else _file_key(source, config_path)
-        return self._found[config_path]
-
-    def read(self, config_path: str) -> _Original[ConfigResult] | None:
-        """A file; None where there is none."""
-        key = self.key(config_path)
-        if key is not None and key not in _READ:
+    def read(self, config_path: str) -> ConfigResult | None:
+        """A file, not to be changed; None where there is none."""
+        if config_path not in self._read:
             foreign = self.foreign_file(config_path)
             try:
                 if foreign is not None:
@@ -142,25 +117,23 @@ class _Files(ConfigRepository):
             except UNREADABLE as error:
                 said = " ".join(str(error).split())
                 raise ConfigError([f"{foreign or config_path} cannot be read: {said}"]) from error
-            assert read is not None
-            if foreign is not None:
+            if foreign is not None and read is not None:
                 # Before Hydra searches where the primary file says.
                 _check_hydras_own(foreign, read, "")
-            _READ[key] = _Original(read)
-        return None if key is None else _READ[key]
+            self._read[config_path] = read
+        return self._read[config_path]
 
     def foreign_file(self, config_path: str) -> Path | None:
         """The path of a file that does not belong to a package; None for others."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
             return None
-        path = _file_path(source, config_path)
+        path = Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
         return None if path.is_relative_to(find_conf_dir()) else path
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         # A composition changes the files that it merges.
-        file = self.read(config_path)
-        return None if file is None else file.copy()
+        return _copy(self.read(config_path))
 
     def __deepcopy__(self, memo: object) -> "_Files":
         # Hydra copies the repository for each composition.
@@ -173,28 +146,13 @@ class _BoundedFiles(CachingConfigRepository):
     def __init__(self, files: _Files, cache: dict[str, ConfigResult | None]) -> None:
         super().__init__(files)
         self.cache = cache
-        self._files, self._num_asked, self._num_bytes = files, 0, 0
+        self._num_asked = 0
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        file = self._files.read(config_path)
         self._num_asked += 1
-        self._num_bytes += 0 if file is None else file.num_bytes
-        if self._num_asked > _MOST_FILES or self._num_bytes > _MOST_PICKLED:
+        if self._num_asked > _MOST_FILES:
             raise ConfigError([f"{config_path}: the defaults lists name more than a configuration has; shorten them"])
         return super().load_config(config_path)
-
-
-def _file_path(source: ConfigSource, config_path: str) -> Path:
-    return Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
-
-
-def _file_key(source: ConfigSource, config_path: str) -> _FileKey:
-    place = source.provider, source.full_path(), config_path
-    if source.scheme() != "file":
-        # Of an installed package.
-        return place
-    state = _file_path(source, config_path).stat()
-    return *place, state.st_ino, state.st_mtime_ns, state.st_size
 
 
 class Loader(ConfigLoaderImpl):
@@ -226,7 +184,7 @@ class Loader(ConfigLoaderImpl):
         self._files = _Files(search_path)
         self.repository = self._files
         # Compositions with their files, and the files of the last one.
-        self._composed: dict[tuple[str, ...], tuple[_Original[DictConfig], list[ResultDefault]]] = {}
+        self._composed: dict[tuple[str, ...], tuple[DictConfig, list[ResultDefault]]] = {}
         self._merged: list[ResultDefault] = []
 
     def load_configuration(
@@ -245,8 +203,8 @@ class Loader(ConfigLoaderImpl):
                 foreign = self._files.foreign_file(str(default.config_path))
                 if foreign is not None:
                     _check_hydras_own(foreign, file, default.package or "")
-            self._composed[key] = _Original(composed), self._merged
-        return self._composed[key][0].copy()
+            self._composed[key] = composed, self._merged
+        return _copy(self._composed[key][0])
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
@@ -255,12 +213,9 @@ class Loader(ConfigLoaderImpl):
         return parsed, _BoundedFiles(self._files, caching.cache)
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Hydra's own, which alone sees the files of a composition; it merges the same files once."""
+        """Hydra's own, which alone sees the files of a composition."""
         self._merged = defaults
-        files = tuple((repr(default), self._files.key(str(default.config_path)) or ()) for default in defaults)
-        if files not in _MERGED:
-            _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
-        merged = _MERGED[files].copy()
+        merged = super()._compose_config_from_defaults_list(defaults, repo)
         for group, values in own.default_values().items():
             # A value in place of the group is refused when the configuration is read.
             if group not in merged or OmegaConf.is_dict(merged[group]):
@@ -302,10 +257,9 @@ class Loader(ConfigLoaderImpl):
         """
         with _told_as_config_error():
             file = None if self.saved is not None else self._files.read(self.source.config_name)
-        if file is None or not isinstance(file.value.config, DictConfig):
+        if file is None or not isinstance(values := file.config, DictConfig):
             return None
-        values = file.value.config
-        if "extensions" not in values or (not file.value.defaults_list and is_saved(list(values))):
+        if "extensions" not in values or (not file.defaults_list and is_saved(list(values))):
             return None
         return OmegaConf.to_container(values, resolve=False)["extensions"]  # type: ignore[index,call-overload]
 
@@ -337,7 +291,7 @@ class Loader(ConfigLoaderImpl):
             if default.config_path is not None:
                 file = self._files.read(default.config_path)
                 assert file is not None, "Hydra lists only files that it found"
-                yield default, file.value
+                yield default, file
 
 
 @cache

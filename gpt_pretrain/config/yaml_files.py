@@ -1,7 +1,7 @@
 """How much a YAML file from elsewhere may hold, and the values of a JSON file that become a configuration.
 
-A small file can stand for a huge configuration: aliases repeat what they name, and merge keys do, too. So a file is
-measured by the events of YAML's own parser before anything is built from it, with each alias as large as what it names.
+A small file can stand for a huge configuration, if aliases of lists and mappings repeat each other. So an alias names a
+text or a number, and a file is measured by the events of YAML's own parser before anything is built from it.
 A file within the bounds is read in about a second. `lookups` bounds what its values (`${name}`) make of each other.
 """
 
@@ -36,35 +36,22 @@ class _Size:
     def __init__(self) -> None:
         self.values = self.characters = self.looking_up = 0
 
-    def add(self, values: int, characters: int, looking_up: int, depth: int) -> None:
-        self.values += values
-        self.characters += characters
-        self.looking_up += looking_up
+    def add(self, text: str, depth: int) -> None:
+        """Counts a value; the text of a list or a mapping is empty."""
+        looks_up = "${" in text
+        if looks_up and len(text) > _LONGEST_LOOKING_UP:
+            raise TooMuch(f"a value with ${{…}} has more than {_LONGEST_LOOKING_UP:,} characters")
+        self.values += 1
+        self.characters += len(text)
+        self.looking_up += len(text) if looks_up else 0
         for counted, most, what in (
-            (self.values, _MOST_VALUES, "values, aliases counted as what they name"),
+            (self.values, _MOST_VALUES, "values"),
             (self.characters, _MOST_CHARACTERS, "characters, aliases counted as what they name"),
             (self.looking_up, _MOST_LOOKING_UP, "characters in values that look others up with ${…}"),
             (depth, _DEEPEST, "levels"),
         ):
             if counted > most:
                 raise TooMuch(f"it has more than {most:,} {what}")
-
-    def add_text(self, text: str, depth: int) -> None:
-        looks_up = "${" in text
-        if looks_up and len(text) > _LONGEST_LOOKING_UP:
-            raise TooMuch(f"a value with ${{…}} has more than {_LONGEST_LOOKING_UP:,} characters")
-        self.add(1, len(text), len(text) if looks_up else 0, depth)
-
-    @property
-    def totals(self) -> tuple[int, int, int]:
-        return self.values, self.characters, self.looking_up
-
-
-class _Collection:
-    """A list or a mapping that is being read."""
-
-    def __init__(self, anchor: str | None, before: tuple[int, int, int]) -> None:
-        self.anchor, self.before, self.height = anchor, before, 1
 
 
 def check_yaml(path: Path) -> None:
@@ -85,38 +72,28 @@ def check_yaml(path: Path) -> None:
 
 
 def _measure(text: str) -> None:
-    size = _Size()
-    opened: list[_Collection] = []
-    # Of what an anchor names: its counts, and its levels.
-    named: dict[str | None, tuple[tuple[int, ...], int]] = {}
+    size, depth, anchored = _Size(), 0, dict[str | None, str]()
     # The parser of the loaders that read the file later: another one may understand it otherwise.
     for event in yaml.parse(text, Loader=yaml.SafeLoader):
-        anchor, height = getattr(event, "anchor", None), 0
         tag = getattr(event, "tag", None)
         if tag not in (None, "!", *_TAGS):
             raise TooMuch(f"it has the tag {tag!r}")
         if isinstance(event, yaml.AliasEvent):
-            if anchor in (each.anchor for each in opened):
-                raise TooMuch(f"*{anchor} is part of what it names")
-            (values, characters, looking_up), height = named.get(anchor, ((1, 0, 0), 0))
-            size.add(values, characters, looking_up, len(opened) + height)
+            if event.anchor not in anchored:
+                raise TooMuch(f"*{event.anchor} repeats a list or a mapping, or names nothing before it")
+            size.add(anchored[event.anchor], depth)
         elif isinstance(event, yaml.ScalarEvent):
             if (tag is not None or event.style is None) and _LONG_NUMBER.match(event.value):
                 raise TooMuch(f"{event.value[:20]}… is no number with {len(event.value):,} characters")
-            size.add_text(event.value, len(opened))
-            if anchor is not None:
-                named[anchor] = (1, len(event.value), len(event.value) if "${" in event.value else 0), 0
+            size.add(event.value, depth)
+            if event.anchor is not None:
+                anchored[event.anchor] = event.value
         elif isinstance(event, yaml.CollectionStartEvent):
-            opened.append(_Collection(anchor, size.totals))
-            size.add(1, 0, 0, len(opened))
+            depth += 1
+            size.add("", depth)
+            anchored.pop(event.anchor, None)
         elif isinstance(event, yaml.CollectionEndEvent):
-            ended = opened.pop()
-            height = ended.height
-            if ended.anchor is not None:
-                counts = tuple(now - before for now, before in zip(size.totals, ended.before, strict=True))
-                named[ended.anchor] = counts, height
-        if opened and not isinstance(event, yaml.CollectionStartEvent):
-            opened[-1].height = max(opened[-1].height, height + 1)
+            depth -= 1
 
 
 def check_values(values: Any) -> None:
@@ -128,7 +105,7 @@ def check_values(values: Any) -> None:
     size, rest = _Size(), [(values, 1)]
     while rest:
         value, depth = rest.pop()
-        size.add_text(value if isinstance(value, str) else "", depth)
+        size.add(value if isinstance(value, str) else "", depth)
         if isinstance(value, dict):
             rest += [(member, depth + 1) for pair in value.items() for member in pair]
         elif isinstance(value, list):

@@ -68,7 +68,7 @@ def _places(package: str) -> list[str]:
 def _read(package: str, places: tuple[str, ...]) -> dict[str, CodeFile]:
     found: dict[str, CodeFile] = {}
     num_bytes = 0
-    for name, path in sorted((name, path) for place in places for name, path in _python_files(package, Path(place))):
+    for name, path in (each for place in places for each in _python_files(package, Path(place))):
         try:
             content = path.read_bytes()
         except OSError as error:
@@ -80,21 +80,15 @@ def _read(package: str, places: tuple[str, ...]) -> dict[str, CodeFile]:
                 "them, too many to compare between ranks; put the extension into a package of its own"
             )
         found[name] = CodeFile(path=path, sha256=hashlib.sha256(content).hexdigest())
-    return found
+    return dict(sorted(found.items()))
 
 
 def _python_files(package: str, place: Path) -> Iterator[tuple[str, Path]]:
-    """The files that Python could import, one more than are allowed at most."""
+    """The files that Python could import."""
     if place.is_file():
         yield place.name, place
-        return
-    num_files = 0
     for parent, folders, names in os.walk(place, followlinks=True):
-        folders[:] = sorted(name for name in folders if name.isidentifier() and name != "__pycache__")
-        for name in sorted(names):
-            path = Path(parent, name)
-            if path.suffix == ".py" and path.is_file():
+        folders[:] = [name for name in folders if name.isidentifier() and name != "__pycache__"]
+        for path in (Path(parent, name) for name in names if name.endswith(".py")):
+            if path.is_file():
                 yield f"{package}/{path.relative_to(place).as_posix()}", path
-                num_files += 1
-                if num_files > _MOST_FILES:
-                    return

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_call, check_methods, register
+from gpt_pretrain.extend.registry import check_methods, register, registering
 
 if TYPE_CHECKING:
     import tokenizers
@@ -48,10 +48,4 @@ def tokenizer(name: str) -> Callable[[BuildTokenizer], BuildTokenizer]:
     vocabulary has an end-of-document token such as <|endoftext|>. The run saves it as `tokenizer.json`, from which
     export and generation read it without the extension's help; a component in Python cannot be saved and is refused.
     """
-
-    def add(build: BuildTokenizer) -> BuildTokenizer:
-        check_call("tokenizer", name, build, "config")
-        register("tokenizer", name, build, build.__module__, builtin=TokenizerLibrary)
-        return build
-
-    return add
+    return registering("tokenizer", name, "config", builtin=TokenizerLibrary)

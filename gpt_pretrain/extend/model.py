@@ -8,7 +8,7 @@ from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName, LayerName, Lo
 from gpt_pretrain.config.errors import UserError, one_of
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_call, register
+from gpt_pretrain.extend.registry import register, registering
 
 if TYPE_CHECKING:
     import torch
@@ -36,13 +36,7 @@ def layer(name: str) -> Callable[[BuildLayer], BuildLayer]:
     as `torch.nn.Linear`, run in the run's precision and are listed among those kept out. The plan counts the program's
     own layer. Checkpoints, resumes, resharding and generation work as with it; an export is refused.
     """
-
-    def add(build: BuildLayer) -> BuildLayer:
-        check_call("layer", name, build, "run, layer")
-        register("layer", name, build, build.__module__, builtin=LayerName)
-        return build
-
-    return add
+    return registering("layer", name, "run, layer", builtin=LayerName)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +67,10 @@ def fp8_recipe(name: str, *, of: str, powers_of_two: bool | None = None) -> Call
             f"fp8_recipe {name!r}: of={of!r} with powers_of_two={powers_of_two}; use of={one_of(with_both)}"
         )
 
-    def add(change: ChangeRecipe) -> ChangeRecipe:
-        check_call("fp8_recipe", name, change, "recipe")
-        value = RecipeVariant(of=of, powers_of_two=powers_of_two, change=change)
-        register("fp8_recipe", name, value, change.__module__, builtin=Fp8RecipeName)
-        return change
+    def variant(change: ChangeRecipe) -> RecipeVariant:
+        return RecipeVariant(of=of, powers_of_two=powers_of_two, change=change)
 
-    return add
+    return registering("fp8_recipe", name, "recipe", builtin=Fp8RecipeName, value_of=variant)
 
 
 def feature[F: type[Any]](name: str) -> Callable[[F], F]:
@@ -107,10 +98,4 @@ def loss(name: str) -> Callable[[TokenLosses], TokenLosses]:
 
     Training uses it. Validation stays cross entropy, so that runs with different losses can be compared.
     """
-
-    def add(function: TokenLosses) -> TokenLosses:
-        check_call("loss", name, function, "logits, labels, config")
-        register("loss", name, function, function.__module__, builtin=LossName)
-        return function
-
-    return add
+    return registering("loss", name, "logits, labels, config", builtin=LossName)

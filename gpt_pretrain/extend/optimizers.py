@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_call, register
+from gpt_pretrain.extend.registry import registering
 
 if TYPE_CHECKING:
     import torch
@@ -52,10 +52,7 @@ def optimizer(
     if wrong := [key for key in reads if key not in _OPTIM_KEYS]:
         raise UserError(f"optimizer {name!r}: reads={wrong} is none of {', '.join(_OPTIM_KEYS)}")
 
-    def add(build: BuildOptimizer) -> BuildOptimizer:
-        check_call("optimizer", name, build, "params, config")
-        value = OwnOptimizer(build=build, states=tuple(states), reads=tuple(reads), elementwise=elementwise)
-        register("optimizer", name, value, build.__module__, builtin=OptimizerName)
-        return build
+    def own(build: BuildOptimizer) -> OwnOptimizer:
+        return OwnOptimizer(build=build, states=tuple(states), reads=tuple(reads), elementwise=elementwise)
 
-    return add
+    return registering("optimizer", name, "params, config", builtin=OptimizerName, value_of=own)

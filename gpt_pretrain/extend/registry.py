@@ -115,6 +115,24 @@ def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenCh
         builtin.add(name)
 
 
+def registering[F: Callable[..., Any]](
+    kind: str,
+    name: str,
+    arguments: str,
+    *,
+    builtin: type[OpenChoice] | None = None,
+    value_of: Callable[[F], Any] = lambda function: function,
+) -> Callable[[F], F]:
+    """The decorator that registers a function which takes these arguments, or `value_of` it."""
+
+    def add(function: F) -> F:
+        check_call(kind, name, function, arguments)
+        register(kind, name, value_of(function), function.__module__, builtin=builtin)
+        return function
+
+    return add
+
+
 def check_call(kind: str, name: str, function: Callable[..., Any], arguments: str, *, written: str = "") -> None:
     """Refuses a function that cannot be called with as many arguments as these; `written` is how it is declared."""
     try:

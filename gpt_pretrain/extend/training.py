@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_call, check_method, check_methods, register
+from gpt_pretrain.extend.registry import check_method, check_methods, register, registering
 
 if TYPE_CHECKING:
     import torch
@@ -112,13 +112,7 @@ def validation_task(name: str) -> Callable[[ValidationTask], ValidationTask]:
     loss goes, as "validation/TASK/NAME". Texts become token ids by the run's tokenizer, which is at
     `run.run_dir / "tokenizer.json"`.
     """
-
-    def add(function: ValidationTask) -> ValidationTask:
-        check_call("validation_task", name, function, "run, evaluate")
-        register("validation_task", name, function, function.__module__)
-        return function
-
-    return add
+    return registering("validation_task", name, "run, evaluate")
 
 
 def callback[C: type[Callback]](name: str) -> Callable[[C], C]:

@@ -36,13 +36,8 @@ class SmallStates(Feature):
     def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         model, optim, off = run.model, run.model.optim, self.off
         if not OPTIMIZERS[optim.name].has_small_states:
-            names = names_with("has_small_states")
-            unsharded = not OPTIMIZERS[optim.name].has_distributed_form and model.use_distributed_optimizer
-            also = " with model.use_distributed_optimizer=false" if unsharded else ""
-            if unsharded and model.data_parallel_sharding_strategy is not None:
-                also += " with model.data_parallel_sharding_strategy=null"
-            asked = f"model.optim.name={optim.name.name}"
-            yield refusal(self.setting, asked, f"it is a form of {names}", f"model.optim.name={names}", off + also)
+            names, asked = names_with("has_small_states"), f"model.optim.name={optim.name.name}"
+            yield refusal(self.setting, asked, f"it is a form of {names}", f"model.optim.name={names}")
         if not uses_distributed_optimizer(model):
             why = "it is a form of the distributed optimizer"
             if model.use_distributed_optimizer is None:

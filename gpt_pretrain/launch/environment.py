@@ -92,23 +92,16 @@ def host_memory_bytes() -> tuple[int, str]:
 
 
 def _memory_limits() -> Iterator[int]:
-    """Limits of this process's control group and the groups around it, from the files of Linux's cgroup v2 and v1."""
+    """Limits of this process's control group and the groups around it, from the files of Linux's cgroup v2."""
     if not _OWN_GROUPS.is_file():
         return
-    for line in _OWN_GROUPS.read_text().splitlines():
-        _, controllers, own = line.split(":", 2)
-        if not controllers:
-            root, name = _GROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            root, name = _GROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # In a container the path may be the host's, where only the root exists.
-        group = root / own.lstrip("/")
-        for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(root))):
-            file = folder / name
-            if file.is_file() and (said := file.read_text().strip()).isdigit():
-                yield int(said)
+    own = next((line[3:] for line in _OWN_GROUPS.read_text().splitlines() if line.startswith("0::")), "/")
+    # In a container the path may be the host's, where only the root exists.
+    group = _GROUPS / own.lstrip("/")
+    for folder in (group, *(parent for parent in group.parents if parent.is_relative_to(_GROUPS))):
+        file = folder / "memory.max"
+        if file.is_file() and (said := file.read_text().strip()).isdigit():
+            yield int(said)
 
 
 def set_environment(config: Config) -> None:

@@ -152,44 +152,17 @@ def _of_srun(env: Mapping[str, str]) -> Launch:
 
 
 def _tasks_of_node(env: Mapping[str, str], size: str, world_size: int) -> tuple[list[str], int]:
-    """Which variable says how many tasks of the step this node has, if one does, and how many.
+    """Which variable says how many nodes the step has, if one does, and how many of its tasks are on each.
 
-    SLURM_NTASKS_PER_NODE does not: it is the job's, and at most so many (sbatch(1)).
+    SLURM_NTASKS_PER_NODE says neither: it is the job's, and at most so many (sbatch(1)).
     """
-    # The second is the job's, unless srun has set it.
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
-        if not env.get(name):
-            continue
-        counts = _tasks_per_node(name, env[name])
-        if sum(tasks * nodes for tasks, nodes in counts) == world_size:
-            return [name], _own_tasks(env, name, counts)
-        if name.startswith("SLURM_STEP_"):
-            raise ConfigError([f"{name}={env[name]} does not add up to {size}={world_size}; start with srun"])
     names = [name for name in ("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES") if env.get(name)][:1]
     # Tasks that nothing spreads are on one node.
     num_nodes = min(world_size, _number(env, names[0], least=1)) if names else 1
     if world_size % num_nodes:
         problem = f"{size}={world_size} tasks do not divide among {names[0]}={num_nodes} nodes"
-        raise ConfigError([f"{problem}, and SLURM_STEP_TASKS_PER_NODE, which says how, is not set; start with srun"])
+        raise ConfigError([f"{problem}; start with srun and as many tasks on each node"])
     return names, world_size // num_nodes
-
-
-def _tasks_per_node(name: str, text: str) -> list[tuple[int, int]]:
-    """Tasks of a node, and how many nodes in a row have as many: "2(x3),1" gives (2, 3) and (1, 1)."""
-    if not re.fullmatch(r"[0-9]{1,7}(\(x[0-9]{1,7}\))?(,[0-9]{1,7}(\(x[0-9]{1,7}\))?)*", text):
-        raise ConfigError([f"{name}={text!r} in the environment is no list of numbers such as 2(x3),1"])
-    return [(int(tasks), int(nodes or 1)) for tasks, nodes in re.findall(r"([0-9]+)(?:\(x([0-9]+)\))?", text)]
-
-
-def _own_tasks(env: Mapping[str, str], name: str, counts: list[tuple[int, int]]) -> int:
-    if len({tasks for tasks, _ in counts}) == 1:
-        return counts[0][0]
-    node = _number(env, "SLURM_NODEID")
-    for tasks, nodes in counts:
-        if node < nodes:
-            return tasks
-        node -= nodes
-    raise ConfigError([f"SLURM_NODEID={env['SLURM_NODEID']} is not one of the nodes of {name}={env[name]}"])
 
 
 def _port(env: Mapping[str, str], world_size: int, default: int) -> int:

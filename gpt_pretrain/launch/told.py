@@ -5,8 +5,8 @@ others, rank 0 among them. So no rank waits for another one: the first to come p
 user, which is locked from the look to the note. Wherever the file, its lock or the note is lost, the next rank prints:
 rather twice than never.
 
-A note holds for the ranks of one launcher's process that had started before it was made: what the next start finds is
-news again. Where ranks write to files of their own, each file is told. Each node tells for itself.
+A note holds for the ranks of one parent process that had started before it was made: what the next start finds is news
+again. Where ranks write to files of their own, each file is told. Each node tells for itself.
 """
 
 import fcntl
@@ -19,63 +19,38 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
-from gpt_pretrain.launch.proc import environment_of, parent_of, start_of
+from gpt_pretrain.launch.proc import start_of
 
-# What differs between the ranks of a launcher, and what the launcher itself does not have.
-_PLACE = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID")
-_NOTE = re.compile(r"^([0-9]{1,10}\.[0-9]{1,20}) ([0-9]{1,20}) ([0-9a-f]{64})$", re.MULTILINE | re.ASCII)
+# Clock ticks since the host's boot, and what was told.
+_NOTE = re.compile(r"^([0-9]{1,20}) ([0-9a-f]{64})$", re.MULTILINE | re.ASCII)
+_MOST_NOTES = 1000
 # A rank holds the lock for milliseconds, unless it is stopped meanwhile.
 _LOCK_S, _POLL_S = 2.0, 0.01
 
 
-@dataclass(frozen=True)
-class _Note:
-    launcher: str
-    at: int
-    """Clock ticks since the host's boot."""
-    digest: str
-
-    def __str__(self) -> str:
-        return f"{self.launcher} {self.at} {self.digest}\n"
-
-
 def tell_once(lines: Sequence[str], prefix: str) -> None:
     """Writes to standard error those of the lines, with a prefix, that no other rank of this node has written."""
-    launcher, own_start, place = _launcher(), start_of(os.getpid()), _own_file()
+    own_start, parent = start_of(os.getpid()), os.getppid()
+    place = f"{parent} {start_of(parent)} {_own_file()}"
     with _notes() as file:
-        known = [] if file is None else _read(file)
-        told = {
-            note.digest
-            for note in known
-            if note.launcher == launcher and own_start is not None and note.at >= own_start
-        }
+        notes = (
+            [] if file is None else _NOTE.findall(os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace"))
+        )
+        told = {digest for at, digest in notes if own_start is not None and int(at) >= own_start}
         digests = {line: hashlib.sha256(f"{place} {line}".encode(errors="replace")).hexdigest() for line in lines}
         new = {line: digest for line, digest in digests.items() if digest not in told}
         sys.stderr.write("".join(prefix + line for line in new))
         sys.stderr.flush()
-        if file is not None and launcher is not None:
+        if file is not None:
+            now = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
+            kept = [*notes, *((now, digest) for digest in new.values())][-_MOST_NOTES:]
+            content = "".join(f"{at} {digest}\n" for at, digest in kept).encode()
             # A full disk: the next rank tells them, too.
             with suppress(OSError):
-                _write(file, [*known, *(_Note(launcher, _now(), digest) for digest in new.values())])
-
-
-def _now() -> int:
-    return int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))
-
-
-def _launcher() -> str | None:
-    """The process that started the ranks of this node, whatever programs stand between; None if none can be seen."""
-    place = {name: os.environ[name] for name in _PLACE if name in os.environ}
-    if not place:
-        return None
-    process = os.getppid()
-    while place.items() <= environment_of(process).items():
-        process = parent_of(process)
-    start = start_of(process)
-    return None if start is None else f"{process}.{start}"
+                os.pwrite(file, content, 0)
+                os.ftruncate(file, len(content))
 
 
 def _own_file() -> str:
@@ -119,21 +94,3 @@ def _lock(file: int) -> bool:
         else:
             return True
     return False
-
-
-def _read(file: int) -> list[_Note]:
-    """The notes for launchers that live; a line that a killed process left unfinished is none."""
-    content = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
-    notes = [_Note(launcher, int(at), digest) for launcher, at, digest in _NOTE.findall(content)]
-    return [note for note in notes if _lives(note.launcher)]
-
-
-def _lives(launcher: str) -> bool:
-    process, _, start = launcher.partition(".")
-    return str(start_of(int(process))) == start
-
-
-def _write(file: int, notes: list[_Note]) -> None:
-    content = "".join(map(str, notes)).encode()
-    os.pwrite(file, content, 0)
-    os.ftruncate(file, len(content))

@@ -67,10 +67,10 @@ def _value_of(line: str) -> Any:
 
 
 def _names(origin: str, value: Any) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(name, str) for name in value):
-        way = f"write extensions=[{value}]" if isinstance(value, str) and _MODULE.fullmatch(value) else _WRITE
+    if not isinstance(value, list):
+        way = f"write extensions=[{value}]" if isinstance(value, str) else _WRITE
         raise ConfigError([f"{origin} is not a list of modules; {way}"])
-    if wrong := [name for name in value if not _MODULE.fullmatch(name)]:
+    if wrong := [name for name in value if not (isinstance(name, str) and _MODULE.fullmatch(name))]:
         raise ConfigError([f"{origin}: {show(name)} is not the name of a module; {_WRITE}" for name in wrong])
     modules = [name.removeprefix(own.DROPS) for name in value]
     if twice := [name for name in dict.fromkeys(modules) if modules.count(name) > 1]:
@@ -96,47 +96,42 @@ def _import(name: str, origin: str) -> None:
     num_registered = len(REGISTERED)
     try:
         module = importlib.import_module(name)
-    except UserError as error:
-        raise ConfigError([f"{origin}: {name}: {error}"]) from error
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
-            raise ConfigError([f"{origin}: {_failed(name, error)}"]) from error
-        raise ConfigError([f"{origin}: {_not_found(name, error.name)}"]) from error
-    except SyntaxError as error:
-        place = f"{error.filename}, line {error.lineno}: {error.msg}"
-        raise ConfigError([f"{origin}: {name} cannot be imported: {place}; correct that file"]) from error
     except (Exception, SystemExit) as error:
-        raise ConfigError([f"{origin}: {_failed(name, error)}"]) from error
+        raise ConfigError([f"{origin}: {_why_not_imported(name, error)}"]) from error
     if "torch" in sys.modules and not had_torch:
-        raise ConfigError(
-            [
-                f"{origin}: {name} ({module.__file__}) or a module that it imports loads torch while it is imported, "
-                "before the run has prepared the environment for it; move `import torch` into the functions that use "
-                "it, or the code into a module that they import"
-            ]
+        problem = (
+            "or a module that it imports loads torch while it is imported, before the run has prepared the environment "
+            "for it; move `import torch` into the functions that use it, or the code into a module that they import"
         )
+        raise ConfigError([f"{origin}: {name} ({module.__file__}) {problem}"])
     own_modules = [each.module for each in REGISTERED if f"{each.module}.".startswith(f"{name}.")]
     if not known and len(REGISTERED) == num_registered and not own_modules:
-        raise ConfigError(
-            [
-                f"{origin}: {name} ({module.__file__}) registers nothing, so it would change nothing; register with "
-                "gpt_pretrain.extend (docs/bring_your_own.md), or leave it out"
-            ]
+        problem = (
+            "registers nothing, so it would change nothing; register with gpt_pretrain.extend "
+            "(docs/bring_your_own.md), or leave it out"
         )
+        raise ConfigError([f"{origin}: {name} ({module.__file__}) {problem}"])
 
 
-def _failed(name: str, error: BaseException) -> str:
+def _why_not_imported(name: str, error: BaseException) -> str:
+    if isinstance(error, UserError):
+        return f"{name}: {error}"
+    if isinstance(error, SyntaxError):
+        return f"{name} cannot be imported: {error.filename}, line {error.lineno}: {error.msg}; correct that file"
+    if isinstance(error, ModuleNotFoundError) and error.name and f"{name}.".startswith(f"{error.name}."):
+        return _not_found(error.name)
     spec = find_spec(name) if "." not in name or name.rpartition(".")[0] in sys.modules else None
     file = "" if spec is None or spec.origin is None else spec.origin
     told = f" ({file})" if file else ""
     return f"{name}{told} cannot be imported: {where(error, file)}\ncorrect it, or leave the extension out"
 
 
-def _not_found(name: str, missing: str) -> str:
+def _not_found(missing: str) -> str:
     parent = missing.rpartition(".")[0]
     places = list(getattr(sys.modules.get(parent), "__path__", [])) if parent else sys.path
     beside = [f"{parent}.{each.name}" if parent else each.name for each in pkgutil.iter_modules(places)]
     nearest = did_you_mean(nearest_name(missing, beside))
-    looked = f"{parent} ({places[0]})" if parent and places else "Python's path"
-    way = "" if parent else f"; start from the folder that holds it ({Path.cwd()} is), set PYTHONPATH, or install it"
-    return f"there is no module {missing} in {looked}{nearest}{way}"
+    return (
+        f"there is no module {missing}{nearest}; start from the folder that holds it (this is {Path.cwd()}), "
+        "set PYTHONPATH, or install it"
+    )

@@ -6,16 +6,15 @@ and Transformer Engine (TE) 2.12.
 
 import fnmatch
 from collections.abc import Iterator
-from dataclasses import replace
 
 from gpt_pretrain.config.choices import AUTO, Fp8Backend, LayerName, Precision
 from gpt_pretrain.config.errors import one_of, refusal, refusals, show, written
 from gpt_pretrain.config.keys import did_you_mean
-from gpt_pretrain.config.recipes import RECIPES, Use, recipes_for, recipes_of
+from gpt_pretrain.config.recipes import Use, recipes_for, recipes_of
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.run.fp8 import EXPERT_LINEARS, Fp8Settings, Obstacle, emulation, local_layers
+from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, emulation, local_layers
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
-from gpt_pretrain.run.products import Resolved, linears, shapes_of
+from gpt_pretrain.run.products import Resolved, shapes_of
 
 # 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
 _LONGEST_HISTORY = 65_536
@@ -125,36 +124,17 @@ def layers_in_bf16(model: ModelConfig, settings: Fp8Settings) -> Iterator[str]:
 
 
 def exclusions(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
-    """Exclusion patterns that have no effect."""
+    """Exclusion patterns that match nothing. Names of an extension's layers are known later (`fp8.own_layers`)."""
     names = [linear.module for linear in run.linears if linear.can_be_fp8]
-    # Out without any pattern: the first and last layers.
-    out = {linear.module for linear in linears(run.model, replace(settings, exclude=())) if linear.precision != "fp8"}
     for pattern in settings.exclude:
-        if pattern == AUTO:
+        if pattern == AUTO or run.model.layer is not LayerName.gpt or fnmatch.filter(names, pattern):
             continue
-        matching = [name for name in names if fnmatch.fnmatchcase(name, pattern)]
-        if not matching and run.model.layer is not LayerName.gpt:
-            # The names of its linear layers are known once it is built (`fp8.own_layers`).
-            continue
-        if not matching:
-            # torchtitan's word for it.
-            meant = did_you_mean(AUTO if pattern == "auto_filter_small_kn" else None)
-            yield (
-                f"model.fp8_exclude: {pattern!r} matches no linear layer; they are named "
-                f"{names[0]} … {names[-1]}, and * stands for anything{meant}"
-            )
-        elif settings.experts_left_out and all(fnmatch.fnmatchcase(name, EXPERT_LINEARS) for name in matching):
-            yield (
-                f"model.fp8_exclude: {pattern!r} has no effect with model.moe_grouped_kernel="
-                f"{show(run.model.moe_grouped_kernel)}, which leaves the experts out already; leave the pattern out, "
-                "or use model.moe_grouped_kernel=transformer_engine"
-            )
-        elif out.issuperset(matching):
-            yield (
-                f"model.fp8_exclude: {pattern!r} has no effect with model.first_last_layers_bf16=true, which keeps "
-                f"{matching[0]}{f' and {len(matching) - 1} more' if matching[1:] else ''} out already; leave the "
-                "pattern out, or use model.first_last_layers_bf16=false"
-            )
+        # torchtitan's word for it.
+        meant = did_you_mean(AUTO if pattern == "auto_filter_small_kn" else None)
+        yield (
+            f"model.fp8_exclude: {pattern!r} matches no linear layer; they are named {names[0]} … {names[-1]}, and * "
+            f"stands for anything{meant}"
+        )
 
 
 def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
@@ -162,17 +142,10 @@ def small_layers(run: Resolved, settings: Fp8Settings) -> Iterator[str]:
     if not settings.exclude_small or settings.recipe.small:
         return
     patterns = [pattern for pattern in settings.exclude if pattern != AUTO]
-    in_fp8 = [linear for linear in run.linears if linear.precision == "fp8"]
-    others = [
-        recipe.preset
-        for recipe in RECIPES.values()
-        if recipe.small and any(not recipe.is_small(linear.out_features, linear.in_features) for linear in in_fp8)
-    ]
     yield (
         f"model.fp8_exclude={written(run.model.fp8_exclude)} with model.fp8_recipe={settings.recipe.name}: {AUTO} "
         "leaves out what TorchAO measured to be too small to gain, and nobody has measured it for "
         f"{settings.recipe.preset}; use model.fp8_exclude={show(patterns)}"
-        f"{f', or fp8={one_of(others)}' if others else ''}"
     )
 
 

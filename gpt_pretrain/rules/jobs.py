@@ -24,7 +24,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, show
-from gpt_pretrain.config.keys import flatten, is_known, many_unknown, unknown_key
+from gpt_pretrain.config.keys import flatten, is_known, unknown_keys
 from gpt_pretrain.config.load import read_config
 from gpt_pretrain.config.lookups import bounded_lookups
 from gpt_pretrain.config.schema import Config
@@ -50,8 +50,6 @@ class Job:
     overrides: tuple[str, ...]
     """What distinguishes the job from the sweep's other jobs; empty without a sweep."""
     config: Config
-    composed: DictConfig
-    """What Hydra composed, with its `hydra` section."""
     submission: Submission | None = None
     """How the job is submitted to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
@@ -97,18 +95,14 @@ def _check_files(loader: Loader, overrides: Sequence[str]) -> tuple[list[str], d
             continue
         if not package:
             content = {name: value for name, value in content.items() if name != "hydra"}
-        if many := many_unknown(path for path, _ in flatten(content, package)):
-            raise ConfigError([f"{file}: {problem}" for problem in many])
-        for path, _ in flatten(content, package):
-            if not is_known(path):
-                problems.append(f"{file}: {unknown_key(path)}")
-            else:
-                origins[path] = file
+        paths = [path for path, _ in flatten(content, package)]
+        problems += [f"{file}: {problem}" for problem in unknown_keys(paths)]
+        origins |= {path: file for path in paths if is_known(path)}
     if loader.saved is not None:
         assert source.saved_config is not None
         file = _display(source.saved_config.resolve())
         saved = [path for path, _ in flatten(OmegaConf.to_container(loader.saved, resolve=False))]
-        problems += [f"{file}: {unknown_key(path)}" for path in saved if not is_known(path)]
+        problems += [f"{file}: {problem}" for problem in unknown_keys(saved)]
         origins |= dict.fromkeys(saved, file)
     return problems, origins
 
@@ -129,19 +123,12 @@ def _read_job(
     problems, origins = _check_files(loader, lines)
     if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
         return composed, None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
-    if composed.hydra.callbacks:
-        problems.append(
-            f"hydra.callbacks={show(list(composed.hydra.callbacks))} are not called; register a callback with "
-            "gpt_pretrain.extend (docs/bring_your_own.md)"
-        )
     with open_dict(composed):
         composed.hydra.job.num = number
         composed.hydra.job.id = str(number)
-        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if multirun else composed.hydra.run.dir
-        composed.hydra.runtime.output_dir = str(Path(directory).absolute())
         is_open = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir")
         if multirun and is_open and composed.run_dir is None:
-            composed.run_dir = composed.hydra.runtime.output_dir
+            composed.run_dir = str(Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir).absolute())
     # As Hydra's `set_config`, without a copy.
     HydraConfig.instance().cfg = cast(Any, composed)
     try:
@@ -275,15 +262,7 @@ def check_command(
             arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)
             wrong += unfit
         if not wrong:
-            jobs.append(
-                Job(
-                    overrides=varying,
-                    config=config,
-                    composed=composed,
-                    submission=submission,
-                    arguments=tuple(arguments),
-                )
-            )
+            jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs)
     if problems:

@@ -15,7 +15,6 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import (
-    UNSUPPORTED_OPTIONS,
     did_you_mean,
     flatten,
     is_known,
@@ -38,9 +37,8 @@ READERS = {
     "compare": ("compare",),
 }
 
-# How Hydra's grammar begins its messages.
-_LEXER_ERROR = "LexerNoViableAltException: "
-_PARSER_ERROR = re.compile(r"^(?:no viable alternative at|mismatched|extraneous) input (.*?)(?: expecting .*)?$")
+# Hydra's own keys and groups that mean something here.
+_HYDRAS = re.compile(r"hydra(?:\.searchpath|\.mode|[./](?:sweep|sweeper|launcher)(?:\.|$))")
 
 # Groups without which the configuration is still complete.
 OPTIONAL_GROUPS = ("experiment",)
@@ -78,7 +76,9 @@ def override_problems(override: Override, loader: Loader, groups: Sequence[str],
     if not name:
         yield f"{override.input_line}: there is no key before =; write key=value"
     elif override.is_hydra_override() or name == "hydra":
-        return
+        if not _HYDRAS.match(name):
+            why = "a run has its own directory (run_dir), log, environment and callbacks (gpt_pretrain.extend)"
+            yield f"{override.input_line} is Hydra's own, and has no effect here: {why}; leave it out"
     elif name in groups or name in OPTIONAL_GROUPS:
         # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
         sets_keys = isinstance(override.value(), dict)
@@ -110,10 +110,9 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
             if isinstance(option, list):
                 yield f"{line}: a run has one option of {group}; write {group}=OPTION"
             elif str(option) not in options:
-                instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
-                nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
+                nearest = did_you_mean(nearest_name(str(option), options))
                 known = f"; known: {', '.join(options)}" if options else ""
-                own = _OF_EXTENSIONS.get(group) if instead is None else None
+                own = _OF_EXTENSIONS.get(group)
                 way = "" if own is None else f"; an extension's is chosen with {own}={option}"
                 yield f"{line}: {group} has no option {show(option)}{nearest}{known}{way}"
 
@@ -182,14 +181,8 @@ def _word_problem(word: str, groups: Sequence[str]) -> str:
     """The message about an argument without `=`."""
     if _is_command(word):
         return f"{word!r} is a command of its own; write python -m gpt_pretrain.{word}"
-    if word in schema_sections() and word not in groups:
-        return f"{word!r} is a section of keys; write {word}.KEY=…, as in --help, or leave it out"
-    if word in groups or is_known(word):
-        return f"{word!r} has no value; write {word}=…, or leave it out"
-    nearest = nearest_key(word, groups)
-    # A section takes no value, and `train` needs no word.
-    example = "key=value" if nearest is None or nearest in schema_sections() else f"{nearest}=…"
-    return f"{word!r} has no =; write {example}, or leave it out"
+    nearest = word if word in groups else nearest_key(word, groups)
+    return f"{word!r} has no =; write {nearest or 'key'}=value, or leave it out"
 
 
 def parse_override(text: str) -> Override:
@@ -201,15 +194,8 @@ def parse_override(text: str) -> Override:
     try:
         (override,) = OverridesParser.create().parse_overrides([text])
     except HydraException as error:
-        lines = str(error).split("\n")
-        reason = next((line for line in lines if not line.startswith(("Error parsing", "See http"))), lines[0])
-        # Hydra repeats the text after this prefix and points at it with a caret, unless the text has several lines.
-        column = lines[1].find("^") - len(_LEXER_ERROR) if len(lines) > 1 else -1
-        if reason.startswith(_LEXER_ERROR) and 0 <= column < len(text):
-            reason = f"unexpected {text[column]!r} at character {column + 1}"
-        reason = _PARSER_ERROR.sub(r"it cannot be read at \1", reason)
-        problem = f"{text!r} is not an override: {reason}; write key=value, and quote a value with special characters"
-        raise ConfigError([f"{problem}: \"key='…'\""]) from error
+        way = "write key=value, and quote a value with special characters: \"key='…'\""
+        raise ConfigError([f"{text!r} does not follow Hydra's grammar of overrides; {way}"]) from error
     return override
 
 

@@ -48,15 +48,8 @@ def _optimizer(config: Config) -> Iterator[str]:
         yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1; use [0.9,0.95] or others"
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
     if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
-        off = "model.use_distributed_optimizer=false"
-        if config.model.overlap_param_gather:
-            off += " with model.overlap_param_gather=false"
-        if config.model.data_parallel_sharding_strategy is not None:
-            off += " with model.data_parallel_sharding_strategy=null"
-        if optim.use_precision_aware_optimizer:
-            off += " with model.optim.use_precision_aware_optimizer=false"
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
-        ways = names_with("has_distributed_form"), off
+        ways = names_with("has_distributed_form"), "a layout without it (parallelism=single)"
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
     if optim.name is OptimizerName.muon:
         yield from _missing_muon()

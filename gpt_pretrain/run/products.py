@@ -5,7 +5,7 @@ shapes, `gpt_pretrain.plan` prints them, and a run's proof of FP8 compares them 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import cached_property
 
 from gpt_pretrain.config.choices import AUTO, Activation
@@ -95,15 +95,13 @@ class Gemm:
         return 2 * self.m * self.n * self.k * self.linear.count
 
 
-@dataclass(frozen=True, slots=True)
-class _Shape:
-    """What a kind of linear layer has in common in all layers; see `Linear`."""
+type _Shape = dict[str, int]
 
-    out_features: int
-    in_features: int
-    count: int
-    tokens: int
-    local_tokens: int
+
+def _shape(rows: int, columns: int, tokens: int, *, local_tokens: int, count: int = 1) -> _Shape:
+    """What a kind of linear layer has in common in all layers; see `Linear`."""
+    sizes = {"out_features": rows, "in_features": columns, "count": count}
+    return {**sizes, "tokens": tokens, "local_tokens": local_tokens}
 
 
 def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape]:
@@ -111,17 +109,17 @@ def _mlp_shapes(model: ModelConfig, tokens: int, split: int) -> dict[str, _Shape
     tp, hidden, gated = model.tensor_model_parallel_size, model.hidden_size, model.activation is Activation.swiglu
     if model.num_moe_experts is None:
         inner = ffn_hidden_size(model) // tp
-        fc1 = _Shape((1 + gated) * inner, hidden, 1, tokens, local_tokens=split)
-        return {FC1: fc1, FC2: _Shape(hidden, inner, 1, tokens, local_tokens=tokens)}
+        fc1 = _shape((1 + gated) * inner, hidden, tokens, local_tokens=split)
+        return {FC1: fc1, FC2: _shape(hidden, inner, tokens, local_tokens=tokens)}
     experts, etp = model.num_moe_experts, expert_tensor_parallel_size(model)
     ep = model.expert_model_parallel_size
     inner = moe_ffn_hidden_size(model) // etp
     # Each rank routes its part of the sequence; the ranks that share an expert compute all tokens routed to it.
     rows = max(1, tokens // tp * etp * ep * model.moe_router_topk // experts)
     return {
-        ROUTER: _Shape(experts, hidden, 1, split, local_tokens=split),
-        EXPERT_FC1: _Shape((1 + gated) * inner, hidden, experts // ep, rows, local_tokens=rows),
-        EXPERT_FC2: _Shape(hidden, inner, experts // ep, rows, local_tokens=rows),
+        ROUTER: _shape(experts, hidden, split, local_tokens=split),
+        EXPERT_FC1: _shape((1 + gated) * inner, hidden, rows, local_tokens=rows, count=experts // ep),
+        EXPERT_FC2: _shape(hidden, inner, rows, local_tokens=rows, count=experts // ep),
     }
 
 
@@ -134,21 +132,20 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
     projected = attention + 2 * num_query_groups(model) * kv_channels(model)
     hidden = model.hidden_size
     shapes = {
-        QKV: _Shape(projected // tp, hidden, 1, tokens, local_tokens=split),
-        PROJ: _Shape(hidden, attention // tp, 1, tokens, local_tokens=tokens),
+        QKV: _shape(projected // tp, hidden, tokens, local_tokens=split),
+        PROJ: _shape(hidden, attention // tp, tokens, local_tokens=tokens),
         **_mlp_shapes(model, tokens, split),
     }
-    sizes = {kind: asdict(shape) for kind, shape in shapes.items()}
     for layer in range(model.num_layers):
         for kind, shape in shapes.items():
-            size = shape.out_features, shape.in_features
+            size = shape["out_features"], shape["in_features"]
             reason = "model.fp8=false" if settings is None else why_not_fp8(model, settings, layer, kind, size)
             fp8 = not reason
             yield Linear(
                 module=f"decoder.layers.{layer}.{kind}",
                 layer=layer,
                 kind=kind,
-                **sizes[kind],
+                **shape,
                 precision="fp8" if fp8 else "high",
                 wgrad_precision="fp8" if fp8 and settings is not None and settings.wgrad else "high",
                 reason=reason,
@@ -157,7 +154,7 @@ def linears(model: ModelConfig, settings: Fp8Settings | None) -> Iterator[Linear
         module="output_layer",
         layer=-1,
         kind="output_layer",
-        **asdict(_Shape(padded_vocab_size(model) // tp, hidden, 1, tokens, local_tokens=split)),
+        **_shape(padded_vocab_size(model) // tp, hidden, tokens, local_tokens=split),
         precision="high",
         wgrad_precision="high",
         reason="the LM head stays out of FP8",
