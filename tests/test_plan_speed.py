@@ -609,18 +609,9 @@ def test_a_run_in_bf16_is_compared_with_itself_in_fp8_and_back():
     assert fp8.run == fp8.fp8 == bf16.fp8
 
 
-@pytest.mark.parametrize(
-    ("overrides", "told"),
-    [
-        (MIXTRAL_TWO_LAYERS, ("1.38 times", "are waits", "tokens/s")),
-        # All experts on one GPU.
-        (("model=mixtral_8x7b", "model.num_layers=1"), ("no other model or machine", "are waits", "tokens/s")),
-    ],
-)
-def test_a_sentence_says_what_the_forecast_for_experts_rests_on(overrides, told):
-    (sentence,) = [each.text for each in plan_of(*overrides).verdicts if each.label == "Experts"]
-    for each in ("four runs", "Mixtral", "benchmarks/mixtral_8x7b_2layers_4xh200.md", *told):
-        assert each in sentence
+def test_a_sentence_says_what_the_forecast_for_experts_rests_on():
+    (sentence,) = [each.text for each in plan_of(*MIXTRAL_TWO_LAYERS).verdicts if each.label == "Experts"]
+    assert "benchmarks/mixtral_8x7b_2layers_4xh200.md" in sentence
     assert not [each for each in plan_of("model=llama3_8b").verdicts if each.label == "Experts"]
 
 
