@@ -58,7 +58,6 @@ def synthetic_run(
         memory_gib=1.0,
         skipped_steps=0,
         fp8_share=None,
-        fp8=(),
         configuration={key: str(value) for key, value in {**settings, "model.seed": seed}.items()},
         versions=None,
         command=None,
