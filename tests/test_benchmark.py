@@ -8,33 +8,27 @@ import shlex
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from gpt_pretrain.benchmark.__main__ import main
-from gpt_pretrain.benchmark.measure import Stopwatch, parts_of_a_step
+from gpt_pretrain.benchmark.measure import Stopwatch
 from gpt_pretrain.benchmark.report import (
     Benchmark,
     benchmark_document,
     benchmark_markdown,
-    table_of_parts,
     table_of_rows,
 )
 from gpt_pretrain.benchmark.results import (
-    IDLE,
     GemmCeiling,
     Machine,
     Measured,
-    Part,
     PlatformSeen,
     Row,
     attainable_tflops,
     compute_figures,
-    kernel_kind,
     with_ratios,
 )
 from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
@@ -74,7 +68,6 @@ MEASURED = Measured(
     loss=2.5,
     losses=(4.0, 2.5),
     dtype="bfloat16",
-    parts=(),
 )
 ROW = Row(name="app", loop="app", overrides=(), num_gpus=1, problem=None, figures=None)
 
@@ -252,8 +245,7 @@ def rows_of(compose_config):
     run = resolve(compose_config())
     first = compute_figures([[MEASURED]], run, H200)
     fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
-    parts = (Part(kind="gemm|tn", time_ms=1.5),)
-    second = compute_figures([[replace(fast, parts=parts)]], run, H200)
+    second = compute_figures([[fast]], run, H200)
     overrides = ("fp8=delayed", "run_dir='a b'")
     return with_ratios(
         [
@@ -346,7 +338,6 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         "- big: out of memory \\| 80 GiB",
         "  used: 79",
         "- bare:lean: fp8=delayed 'run_dir='\"'\"'a b'\"'\"''",
-        "| gemm\\|tn | 1.5 | 100.0% |",
     ):
         assert line in lines
     table = [line for line in text.splitlines() if line.startswith(("| app", "| variant", "| bare", "| big"))]
@@ -357,7 +348,7 @@ def test_the_json_reads_back_as_the_figures(compose_config):
     rows = rows_of(compose_config)
     document = json.loads(json.dumps(benchmark_document(benchmark_of(compose_config, rows)), allow_nan=False))
 
-    assert document["version"] == 2
+    assert document["version"] == 3
     assert [Row.from_json(values) for values in document["variants"]] == rows
     assert document["config"]["benchmark"]["overrides"]["bf16"] == "fp8=none"
 
@@ -368,62 +359,6 @@ def test_the_json_reads_back_as_the_figures(compose_config):
 def test_the_machine_that_a_process_saw_reads_back_the_same(platform):
     seen = PlatformSeen(platform=platform)
     assert PlatformSeen.from_json(json.loads(json.dumps(seen.to_json()))) == seen
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_TNN", "FP8 products"),
-        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "FP8 products"),
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "BF16 products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
-        ("void transformer_engine::cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*)", "FP8 casts"),
-        ("void transformer_engine::(anonymous namespace)::amax_kernel<8, true, float>(float const*)", "FP8 casts"),
-        ("void transformer_engine::unary_kernel<16, true, float, __nv_bfloat16, __nv_fp8_e4m3>()", "FP8 casts"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("_adam_update", "optimizer"),
-        ("_fp8_codes_kernel", "FP8 casts"),
-        ("_permute_kernel", "gathers, scatters, sorts"),
-        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "gathers, scatters, sorts"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norms, activations, loss"),
-        ("triton_red_fused_copy__exp_sub_sum_unsqueeze_5", "norms, activations, loss"),
-    ],
-)
-def test_a_kernels_name_tells_what_it_does(name, kind):
-    assert kernel_kind(name) == kind
-
-
-def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
-    def event(name, start, end, device_type=DeviceType.CUDA, *, is_user_annotation=False):
-        return SimpleNamespace(
-            name=name,
-            time_range=SimpleNamespace(start=start, end=end),
-            device_type=device_type,
-            is_user_annotation=is_user_annotation,
-        )
-
-    events = [
-        event("nvjet_sm90_tst_1", 6000.0, 9000.0),
-        event("nvjet_sm90_qqtst_1", 1000.0, 4000.0),
-        # Beside the product before it: there is no idle time until 5 ms.
-        event("ncclDevKernel_AllGather", 3000.0, 5000.0),
-        event("Optimizer.step", 0.0, 20000.0, is_user_annotation=True),
-        event("aten::mm", 0.0, 900.0, DeviceType.CPU),
-    ]
-    assert set(parts_of_a_step(events, 2)) == {
-        Part(kind="FP8 products", time_ms=1.5),
-        Part(kind="BF16 products", time_ms=1.5),
-        Part(kind="communication", time_ms=1.0),
-        Part(kind=IDLE, time_ms=0.5),
-    }
-    assert parts_of_a_step([], 2) == ()
-
-
-def test_the_times_of_a_step_have_no_exponents():
-    parts = [Part(kind="BF16 products", time_ms=1249.4), Part(kind=IDLE, time_ms=0.5)]
-    assert table_of_parts(parts)[1] == [["BF16 products", "1,249", "100.0%"], [IDLE, "0.5", "0.0%"]]
 
 
 def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):

@@ -15,8 +15,7 @@ machine, in a process of their own.
 import platform as python_platform
 import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -27,10 +26,9 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Machine, Part, kernel_kind
+from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import write_file
@@ -128,7 +126,6 @@ class StepProfiler:
     """
 
     def __init__(self, trace: Path, kernels: Path, num_steps: int, *, cuda: bool) -> None:
-        self.parts: tuple[Part, ...] = ()
         self._trace, self._kernels = trace, kernels
         self._num_steps = num_steps
         self._cuda = cuda
@@ -146,8 +143,6 @@ class StepProfiler:
             order = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
             table = self._profile.key_averages().table(sort_by=order, row_limit=_NUM_KERNELS)
             write_file(self._kernels, table, wait_for_disk=False)
-            if self._cuda:
-                self.parts = parts_of_a_step(self._profile.events(), self._num_steps)
 
 
 class Stopwatch:
@@ -200,24 +195,6 @@ class Stopwatch:
                 squares = [result.squared_lengths for result in timed if result.squared_lengths is not None]
                 self.squared_lengths = torch.cat(squares).mean().item() if squares else None
         self._began = time.monotonic()
-
-
-def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
-    """The time of a GPU's kernels by kind, and its idle time, longest first.
-
-    `events` are torch's single events of `num_steps` steps (`FunctionEvent`), in microseconds.
-    """
-    kernels = sorted(
-        (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
-        key=lambda event: event.time_range.start,
-    )
-    times: Counter[str] = Counter()
-    end = kernels[0].time_range.start if kernels else 0.0
-    for kernel in kernels:
-        times[kernel_kind(kernel.name)] += kernel.time_range.end - kernel.time_range.start
-        times[IDLE] += max(0.0, kernel.time_range.start - end)
-        end = max(end, kernel.time_range.end)
-    return tuple(Part(kind=kind, time_ms=time / num_steps / 1e3) for kind, time in times.most_common())
 
 
 def _tflops(product: Callable[[], object], side: int, num_products: int) -> float:

@@ -1,7 +1,6 @@
 """What the processes of a benchmark return (as JSON files, see `worker`), and a variant's figures computed from it."""
 
 import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,24 +9,6 @@ from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import Resolved
-
-IDLE = "idle"
-OTHER = "norms, activations, loss"
-
-# Kinds of GPU kernels and the patterns of their names; the first match counts. The names are those of cuBLAS
-# (`nvjet_sm90_` and a letter per type: q and r are E4M3 and E5M2, t is BF16), CUTLASS, cuDNN, flash-attn,
-# Transformer Engine, PyTorch and NCCL.
-_PATTERNS = {
-    "communication": r"nccl|userbuffers",
-    "attention": r"sdpa|flash|fmha|fused_attn",
-    "FP8 products": r"nvjet_sm\d+_[qr]|(gemm|cutlass|wgmma).*(e4m3|e5m2)|(e4m3|e5m2).*(gemm|wgmma)",
-    "BF16 products": r"nvjet|gemm|cutlass|cublas",
-    "FP8 casts": r"amax|cast_transpose|transpose_optimized_kernel|quantize|(unary|cast).*__nv_fp8|fp8_.*_kernel",
-    "optimizer": r"multi_tensor|adam",
-    # Mostly of experts: routing, permuting and padding their rows.
-    "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
-}
-_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
 
 MFU_FORMULA = "TFLOP/s × (FP8 share ÷ FP8 ceiling + the rest ÷ ceiling of the parameters' type)"
 
@@ -59,16 +40,6 @@ class Machine(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part(JsonObject):
-    """A part of a profiled GPU step: all kernels of a kind, or the time without any."""
-
-    kind: str
-    """A kind of `_PATTERNS`, `OTHER` or `IDLE`."""
-    time_ms: float
-    """Per step; of overlapping kernels each counts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured(JsonObject):
     """What one rank of one process measured."""
 
@@ -84,8 +55,6 @@ class Measured(JsonObject):
     """Of every step; empty for the bare loop."""
     dtype: str
     """Of parameters and of products that are not in FP8: bfloat16 or float32."""
-    parts: tuple[Part, ...]
-    """The whole step of a GPU if it was profiled, the longest part first."""
     attended: float | None = None
     """Length of the document that a token is in, on average over the timed steps; null where documents see each
     other."""
@@ -139,7 +108,6 @@ class Figures(JsonObject):
     loss: float | None
     """Like the fields below, rank 0's in the first round; see `Measured`."""
     losses: tuple[float, ...]
-    parts: tuple[Part, ...]
     attended: float | None = None
 
 
@@ -160,11 +128,6 @@ class Row(JsonObject):
     memory_ratio: float | None = None
     loss_difference: float | None = None
     """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN if one is."""
-
-
-def kernel_kind(name: str) -> str:
-    """A kind of `_PATTERNS`, or `OTHER`: kernels without a pattern are norms, activations, the loss."""
-    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
 
 
 def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: float) -> float | None:
@@ -199,7 +162,6 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
         losses=first.losses,
-        parts=first.parts,
         attended=first.attended,
     )
 
