@@ -303,7 +303,6 @@ BROKEN = {
         ":11:",
         "(ms): N",
     ),
-    "titan's digits": (lines_of(TITAN, 7, "step: 10", "step: " + "1" * 5000), ":7:", "tps: N"),
     "no GPUs": (lines_of(TITAN, 1, "dp_shard=4", "dp_shard=0"), ":1:", "tps: N"),
     "no time": (lines_of(MEGATRON, 12, "(ms): 12936.1", "(ms): 0"), ":12:", "(ms): N"),
     "titan's rate": (lines_of(TITAN, 7, "tps: 301,092", "tps: "), ":7:", "tps: N"),
