@@ -7,7 +7,6 @@ import pytest
 
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.core_fields import HighPrecision
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
@@ -159,12 +158,6 @@ def test_megatron_core_keeps_every_field_as_it_is_stated(overrides):
             if isinstance(field.value, HighPrecision) or name == f"{class_name}.store_param_remainders":
                 continue
             assert built[name] == _live(field.value) or (name in states and overrides != LEAN), name
-
-
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_megatron_core_keeps_the_name_by_which_a_recipe_is_found(recipe):
-    config = translate_transformer(spec_for("data=mock", f"fp8={recipe}"))
-    assert RECIPES[config.fp8_recipe].name == recipe
 
 
 def test_every_fp8_and_parallelism_key_is_in_the_table():

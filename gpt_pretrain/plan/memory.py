@@ -14,9 +14,9 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, Re
 from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients, shards_weights
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, rank_load
 from gpt_pretrain.plan.muon import fp32_state_bytes, orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
-    BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
     Stage,
     element_bytes,
@@ -24,10 +24,8 @@ from gpt_pretrain.plan.stages import (
     keeps_transposes,
     layer_activations,
     layer_parameters,
-    on_rank,
     per_layer,
     plan_stages,
-    rank_load,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import Platform
