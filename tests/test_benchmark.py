@@ -25,7 +25,6 @@ from gpt_pretrain.benchmark.results import (
     GemmCeiling,
     Machine,
     Measured,
-    PlatformSeen,
     Row,
     attainable_tflops,
     compute_figures,
@@ -42,7 +41,6 @@ from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
-from tests import platforms
 from tests.forked_runs import forked_python
 
 SMALL = (
@@ -89,13 +87,6 @@ def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config
         Variant(name=entries[4], loop="app", overrides=("model.micro_batch_size=2", "fp8=none")),
         Variant(name=entries[5], loop="bare", overrides=("model.seed=7",)),
     ]
-
-
-def test_the_overrides_of_a_variant_win_over_the_command_line(compose_config):
-    (variant,) = variants_of(compose_config, "fp8_tensorwise")
-
-    model = compose_config("fp8=delayed", *variant.overrides).model
-    assert model.fp8_recipe.name == "tensorwise"
 
 
 def test_every_named_variant_of_conf_composes(compose_config):
@@ -192,15 +183,6 @@ def test_the_benchmark_is_not_started_by_torchrun(monkeypatch, capsys):
     assert re.search(r"torchrun .*trainer\.devices=2", capsys.readouterr().err)
 
 
-@pytest.mark.usefixtures("no_launcher")
-def test_the_help_shows_the_keys_with_the_values_of_the_command_line(capsys):
-    assert main(["benchmark.steps=70", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "gpt_pretrain.benchmark: variants of a run" in shown
-    assert "benchmark.steps = 70" in shown
-    assert "(strings by name)" in shown
-
-
 def test_figures_are_medians_over_intervals_and_rounds(compose_config):
     config = compose_config("model=gpt2_124m", "model.global_batch_size=128")
     other = replace(MEASURED, step_times_s=(0.3, 0.8), memory_gib=12.0, first_step_s=30.0, loss=9.9)
@@ -289,29 +271,6 @@ def test_losses_are_compared_step_by_step_with_the_first_variants(compose_config
     assert rows_of(compose_config)[1].loss_difference is None
 
 
-def test_the_table_shows_every_variant_in_its_order(compose_config):
-    titles, lines = table_of_rows(rows_of(compose_config))
-
-    assert [line[0] for line in lines] == ["app", "bare:lean", "big"]
-    app, bare, big = (dict(zip(titles, line, strict=True)) for line in lines)
-    assert (app["step (median)"], app["spread (ms)"], app["loss"]) == ("450 ms", "400–500", "2.5000")
-    assert app["tokens/s/GPU"] == f"{8 * 256 / 0.45:,.0f}"
-    assert (bare["speed ratio"], bare["memory ratio"], bare["loss"]) == ("2.000", "0.500", "–")
-    assert big["step (median)"] == "failed"
-    assert (bare["ranks"], big["ranks"]) == ("2", "1")
-    assert set(list(big.values())[3:]) == {"–"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [((0.0123456,), "12.35–12.35"), ((9.9994, 9.9996), "9999–10,000"), ((12.3, 140.0), "12,300–140,000")],
-)
-def test_the_spread_of_slow_steps_has_no_exponents(compose_config, seconds, shown):
-    figures = compute_figures([[replace(MEASURED, step_times_s=seconds)]], resolve(compose_config()), H200)
-    titles, (line,) = table_of_rows([replace(ROW, figures=figures)])
-    assert line[titles.index("spread (ms)")] == shown
-
-
 def benchmark_of(compose_config, rows):
     machine = Machine(
         device="NVIDIA H200", memory_gib=139.8, driver="580.1", versions=("Python 3.12.1", "torch 2.11.0"), gemms=H200
@@ -351,14 +310,6 @@ def test_the_json_reads_back_as_the_figures(compose_config):
     assert document["version"] == 3
     assert [Row.from_json(values) for values in document["variants"]] == rows
     assert document["config"]["benchmark"]["overrides"]["bf16"] == "fp8=none"
-
-
-@pytest.mark.parametrize(
-    "platform", [platforms.CPU, replace(platforms.H200, recipe_variables={"NVTE_DPA_FP8_RECIPE": "x"})]
-)
-def test_the_machine_that_a_process_saw_reads_back_the_same(platform):
-    seen = PlatformSeen(platform=platform)
-    assert PlatformSeen.from_json(json.loads(json.dumps(seen.to_json()))) == seen
 
 
 def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):

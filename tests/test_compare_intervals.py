@@ -59,14 +59,6 @@ def test_one_side_lends_the_other_its_variance():
         assert (estimate.value, estimate.half_width) == (3 * sign, pytest.approx(4.969, abs=1e-3))
 
 
-def test_one_run_of_each_tells_no_noise():
-    assert difference([5], [3], paired=False).half_width is None
-
-
-def test_equal_runs_have_an_interval_of_zero():
-    assert difference([2, 2], [1, 1], paired=False).half_width == 0
-
-
 def test_a_smoothed_loss_is_the_mean_over_its_window():
     # From 0 to 1: 8, to 2: 6, to 4: 2 (logged late), to 5: 4.
     smoothed = Smoothed([(1, 8), (2, 6), (4, 2), (5, 4)], 2)
@@ -89,8 +81,3 @@ def test_a_level_is_reached_once_between_two_points():
     assert falling.first_at(5.0, grid) == pytest.approx(4.5)
     assert falling.first_at(0.5, grid) is None
     assert falling.first_at(20.0, grid) is None
-
-
-def test_a_level_that_is_lost_again_counts_when_it_was_first_reached():
-    bumpy = Smoothed([(1, 5), (2, 4), (3, 3), (4, 5), (5, 2)], 1)
-    assert bumpy.first_at(3.5, np.array([bumpy.start, 1.5, 2.5, 3.5, 4.5])) == pytest.approx(2.0)

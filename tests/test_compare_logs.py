@@ -4,7 +4,6 @@ import json
 import math
 import os
 import struct
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,12 +71,6 @@ def test_torchtitans_lines_with_and_without_colors(tmp_path):
     assert run.validation.losses == (7.71,)
 
 
-def test_one_gpus_torchtitan_without_its_header_tells_no_tokens(tmp_path):
-    (run,) = read(tmp_path, "\n".join(line for line in TITAN.splitlines() if "loss:" in line))
-    assert (run.training.tokens, run.training.gpu_seconds, run.num_gpus) == ((), (), None)
-    assert run.training.losses == (8.0277, 7.7082, 6.9532)
-
-
 def test_a_resumed_log_goes_back(tmp_path):
     again = MEGATRON.splitlines()[-3].replace("1.044022E+01", "9.0")
     (run,) = read(tmp_path, MEGATRON + again + "\n")
@@ -108,13 +101,6 @@ def test_events_may_count_their_steps_from_zero(tmp_path):
     assert run.training.tokens == (0, 1000, 2000, 3000)
     # The first rate is a warm-up's; it counts as the median of the others.
     assert run.training.gpu_seconds == pytest.approx([10, 20, 25, 35])
-
-
-@pytest.mark.parametrize("together", [math.nan, math.inf, -400, 0])
-def test_a_rate_that_is_none_tells_no_number_of_gpus(tmp_path, together):
-    rates = {"train__tokens_per_s": (together, 400), "train__tokens_per_s_per_gpu": (100, 100)}
-    (run,) = read_runs([write_events(tmp_path, (1, 2), loss=(5, 4), **rates)])
-    assert run.num_gpus == 4
 
 
 @pytest.mark.parametrize("seconds", [-49.5, math.nan, math.inf, 0.0])
@@ -380,21 +366,6 @@ def test_what_is_too_large_is_refused_unread(tmp_path):
         file.truncate(series.MAX_BYTES + 1)
     with pytest.raises(UserError, match="512 MiB"):
         read_runs([str(path)])
-
-
-def test_a_long_log_is_read_line_by_line(tmp_path):
-    content = TITAN + "chatter\n" * 30_000
-    path = tmp_path / "log"
-    path.write_text(content)
-    # Its libraries are not what is measured.
-    read_runs([str(path)])
-    tracemalloc.start()
-    try:
-        read_runs([str(path)])
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < len(content) / 4
 
 
 def test_a_log_steers_no_terminal(tmp_path):
