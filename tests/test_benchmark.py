@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import re
 import shlex
 import sys
@@ -19,7 +18,6 @@ from gpt_pretrain.benchmark.report import (
     Benchmark,
     benchmark_document,
     benchmark_markdown,
-    table_of_rows,
 )
 from gpt_pretrain.benchmark.results import (
     GemmCeiling,
@@ -64,7 +62,6 @@ MEASURED = Measured(
     step_times_s=(0.5, 0.4),
     memory_gib=10.0,
     loss=2.5,
-    losses=(4.0, 2.5),
     dtype="bfloat16",
 )
 ROW = Row(name="app", loop="app", overrides=(), num_gpus=1, problem=None, figures=None)
@@ -226,7 +223,7 @@ def rows_of(compose_config):
     """Two variants of which the second is twice as fast, and one that ran out of memory."""
     run = resolve(compose_config())
     first = compute_figures([[MEASURED]], run, H200)
-    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
+    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None)
     second = compute_figures([[fast]], run, H200)
     overrides = ("fp8=delayed", "run_dir='a b'")
     return with_ratios(
@@ -243,32 +240,6 @@ def test_ratios_are_to_the_first_variant(compose_config):
 
     assert [(row.speed_ratio, row.memory_ratio) for row in rows] == [(1, 1), (pytest.approx(2), 0.5), (None, None)]
     assert all(row.speed_ratio is None for row in with_ratios([rows[2], replace(rows[0], speed_ratio=None)]))
-
-
-def test_losses_are_compared_step_by_step_with_the_first_variants(compose_config):
-    first, _, failed = rows_of(compose_config)
-    apart = replace(first, figures=replace(first.figures, losses=(4.0, 2.6)))
-
-    rows = with_ratios([first, apart, failed])
-    assert [row.loss_difference for row in rows] == [0.0, pytest.approx(0.04), None]
-    titles, lines = table_of_rows(rows)
-    assert [dict(zip(titles, line, strict=True))["loss apart"] for line in lines] == ["0.00%", "4.00%", "–"]
-    # One that is no number is told wherever it stands, and one of nothing is compared, too.
-    for losses, others, expected in (
-        ((math.nan, 2.5), (4.0, 2.5), math.nan),
-        ((4.0, math.nan), (4.0, 2.5), math.nan),
-        ((4.0, 2.5), (4.0, math.nan), math.nan),
-        ((4.0, math.inf), (4.0, 2.5), math.inf),
-        ((4.0, 2.5), (4.0, math.inf), math.nan),
-        ((0.0, 2.5), (0.0, 2.5), 0.0),
-        ((0.1, 2.5), (0.0, 2.5), math.inf),
-    ):
-        pair = [replace(first, figures=replace(first.figures, losses=each)) for each in (others, losses)]
-        assert with_ratios(pair)[1].loss_difference == pytest.approx(expected, nan_ok=True)
-        titles, (_, line) = table_of_rows(with_ratios(pair))
-        assert line[titles.index("loss apart")] == {"nan": "nan%", "inf": "inf%", "0.0": "0.00%"}[str(expected)]
-    # The bare loop trains on other data.
-    assert rows_of(compose_config)[1].loss_difference is None
 
 
 def benchmark_of(compose_config, rows):
@@ -335,8 +306,6 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
     assert waited == [110.0, 111.0, 113.0, 119.0]
     # Steps 5 and 6: (20 + 24) / (2 + 2).
     assert watch.loss == 11.0
-    # All steps but the one behind the last interval.
-    assert watch.losses == (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -396,8 +365,6 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(parent, tmp_path, mo
     # ln 2048, as random tokens have it.
     assert app.figures.loss == pytest.approx(7.6, abs=0.2)
     assert bare.figures.loss is None
-    assert len(app.figures.losses) == 5
-    assert bare.figures.losses == ()
     assert bare.speed_ratio == pytest.approx(bare.figures.tokens_per_s_per_gpu / app.figures.tokens_per_s_per_gpu)
     assert {ceiling["dtype"] for ceiling in document["machine"]["gemms"]} == {"float32", "bfloat16"}
     assert (run_dir / "1_app" / "round_1" / "trace.json.gz").stat().st_size > 1000

@@ -13,7 +13,6 @@ machine, in a process of their own.
 """
 
 import platform as python_platform
-import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,6 +26,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
 from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.config.choices import CrossEntropyFusion
@@ -114,8 +114,6 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
 
 # Large enough to fill a GPU; on a CPU small enough for a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 512
-# Products between two readings of the clock, and readings including the warm-up.
-_PRODUCTS, _READINGS = 20, 6
 _NUM_KERNELS = 15
 
 
@@ -155,7 +153,6 @@ class Stopwatch:
         self.step_times_s: list[float] = []
         self.memory_gib: float | None = None
         self.loss: float | None = None
-        self.losses: tuple[float, ...] = ()
         self.squared_lengths: float | None = None
         """Sum of the squared lengths of a timed step's documents, the mean; None where they see each other."""
         self._benchmark = benchmark
@@ -171,9 +168,9 @@ class Stopwatch:
         if step == 1:
             torch.cuda.synchronize()
             self.first_step_s = time.time() - self._launched_unix
-        if result is not None and step <= self._last:
-            self._results.append(result)
         timed = step - self._benchmark.warmup_steps
+        if result is not None and timed > 0 and step <= self._last:
+            self._results.append(result)
         if timed == 0:
             torch.cuda.synchronize()
             self._began = time.monotonic()
@@ -188,26 +185,17 @@ class Stopwatch:
         if is_last:
             self.memory_gib = memory_gib(self._platform)
             if self._results:
-                sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
-                self.loss = mean_loss(sums[-self._benchmark.interval :].sum(dim=0))
-                self.losses = tuple(map(mean_loss, sums))
-                timed = self._results[self._benchmark.warmup_steps :]
-                squares = [result.squared_lengths for result in timed if result.squared_lengths is not None]
+                last = [result.loss_sum_and_tokens for result in self._results[-self._benchmark.interval :]]
+                self.loss = mean_loss(torch.stack(last).sum(dim=0))
+                squares = [each.squared_lengths for each in self._results if each.squared_lengths is not None]
                 self.squared_lengths = torch.cat(squares).mean().item() if squares else None
         self._began = time.monotonic()
 
 
-def _tflops(product: Callable[[], object], side: int, num_products: int) -> float:
+def _tflops(product: Callable[[], object], side: int) -> float:
     """Median TFLOP/s of a square product: 2·side³ operations each."""
-    seconds = []
-    for _ in range(_READINGS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(num_products):
-            product()
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - began) / num_products)
-    return 2 * side**3 / statistics.median(seconds[1:]) / 1e12
+    timer = Timer("product()", globals={"product": product}, num_threads=torch.get_num_threads())
+    return 2 * side**3 / timer.blocked_autorange().median / 1e12
 
 
 def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
@@ -215,11 +203,11 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
 
     FP8 is E4M3 times E4M3 with one scale per tensor and fast accumulation into BF16, as in a forward pass.
     """
-    side, num_products = (_SIDE_GPU, _PRODUCTS) if platform.cuda else (_SIDE_CPU, 1)
+    side = _SIDE_GPU if platform.cuda else _SIDE_CPU
     ceilings = []
     for dtype in (torch.bfloat16,) if platform.cuda else (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=platform.device).to(dtype) for _ in range(2))
-        tflops = _tflops(lambda a=a, b=b: a @ b, side, num_products)  # type: ignore[misc]
+        tflops = _tflops(lambda a=a, b=b: a @ b, side)  # type: ignore[misc]
         ceilings.append(GemmCeiling(dtype=str(dtype).removeprefix("torch."), side=side, tflops=tflops))
     if platform.cuda and platform.has_fp8:
         a, b = (torch.randn(side, side, device=platform.device).to(torch.float8_e4m3fn) for _ in range(2))
@@ -229,7 +217,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
             # Hopper multiplies only if the second operand is column-major.
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side, num_products)))
+        ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side)))
     return tuple(ceilings)
 
 

@@ -137,7 +137,6 @@ _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "loss": lambda _, figures: format_loss(figures.loss),
     "speed ratio": lambda row, _: _ratio(row.speed_ratio),
     "memory ratio": lambda row, _: _ratio(row.memory_ratio),
-    "loss apart": lambda row, _: UNKNOWN if row.loss_difference is None else f"{row.loss_difference:.2%}",
 }
 
 

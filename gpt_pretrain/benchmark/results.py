@@ -1,6 +1,5 @@
 """What the processes of a benchmark return (as JSON files, see `worker`), and a variant's figures computed from it."""
 
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -51,8 +50,6 @@ class Measured(JsonObject):
     """Peak memory on this rank's GPU after the timed steps; without a GPU, the process's resident memory."""
     loss: float | None
     """Cross entropy in nats per token, mean of the last interval; null for the bare loop, which has other data."""
-    losses: tuple[float, ...]
-    """Of every step; empty for the bare loop."""
     dtype: str
     """Of parameters and of products that are not in FP8: bfloat16 or float32."""
     attended: float | None = None
@@ -107,7 +104,6 @@ class Figures(JsonObject):
     """From launch to the end of the first step, median over the rounds."""
     loss: float | None
     """Like the fields below, rank 0's in the first round; see `Measured`."""
-    losses: tuple[float, ...]
     attended: float | None = None
 
 
@@ -126,8 +122,6 @@ class Row(JsonObject):
     speed_ratio: float | None = None
     """Tokens per second and GPU, over the first variant's."""
     memory_ratio: float | None = None
-    loss_difference: float | None = None
-    """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN if one is."""
 
 
 def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: float) -> float | None:
@@ -161,13 +155,12 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         memory_gib=max(rank.memory_gib for ranks in rounds for rank in ranks),
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
-        losses=first.losses,
         attended=first.attended,
     )
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with ratios to the first and differences from it, if both have figures."""
+    """The rows with ratios to the first, if both have figures."""
     first = rows[0].figures
     if first is None:
         return list(rows)
@@ -178,22 +171,6 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
             row,
             speed_ratio=row.figures.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu,
             memory_ratio=row.figures.memory_gib / first.memory_gib,
-            loss_difference=_largest_difference(row.figures.losses, first.losses),
         )
         for row in rows
     ]
-
-
-def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> float | None:
-    if not losses or not first:
-        return None
-    differences = [_relative_difference(loss, other) for loss, other in zip(losses, first, strict=True)]
-    # max() depends on the order if NaN is among the numbers.
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def _relative_difference(loss: float, other: float) -> float:
-    apart = abs(loss - other)
-    if apart == 0:
-        return 0.0
-    return apart / abs(other) if other else apart * math.inf
