@@ -98,21 +98,14 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     (record,) = watch.records(STEPS)
     seen["experts"] = asdict(record)
 
-    def dump(step: int) -> str:
-        return write_dump(
-            dumps,
-            BadStep(step=step, first_sample=0),
-            trainable=training.trainable,
-            iterators=training.iterators(first_sample=0),
-        )
-
-    dump(STEPS)
-    seen["gradient_norms"] = json.loads((dumps / f"step_{STEPS:08d}.json").read_text())["gradient_norms"]
     seen["num_parameters"] = training.trainable.model.num_parameters
     seen["own_parameters"] = sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())
     _spoil_an_expert(training)
+    bad = BadStep(step=STEPS + 1, first_sample=0)
+    iterators = training.iterators(first_sample=0)
     # Without the place of the file.
-    seen["finding"] = dump(STEPS + 1).partition(". No checkpoint")[0]
+    told = write_dump(dumps, bad, trainable=training.trainable, iterators=iterators)
+    seen["finding"] = told.partition(". No checkpoint")[0]
     seen["skipped"] = bool(training.result().skipped)
     return seen
 

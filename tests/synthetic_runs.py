@@ -1,7 +1,5 @@
 """Runs whose answers are known by hand: power laws of the tokens, with factors for gaps, seeds and speeds."""
 
-import math
-
 from gpt_pretrain.compare.comparison import Curve, RunRecord
 
 TOKENS_PER_STEP = 1000
@@ -58,14 +56,8 @@ def synthetic_run(
         memory_gib=1.0,
         skipped_steps=0,
         fp8_share=None,
-        fp8=(),
         configuration={key: str(value) for key, value in {**settings, "model.seed": seed}.items()},
         versions=None,
         command=None,
         **fields,
     )
-
-
-def waves(amplitude, period):
-    """Noise that is its own mean over a period: zero."""
-    return lambda step: amplitude * math.sin(2 * math.pi * step / period)

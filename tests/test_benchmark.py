@@ -2,39 +2,30 @@
 
 import contextlib
 import json
-import math
 import re
 import shlex
 import sys
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
 import torch
-from torch.autograd import DeviceType
 
 from gpt_pretrain.benchmark.__main__ import main
-from gpt_pretrain.benchmark.measure import Stopwatch, parts_of_a_step
+from gpt_pretrain.benchmark.measure import Stopwatch
 from gpt_pretrain.benchmark.report import (
     Benchmark,
     benchmark_document,
     benchmark_markdown,
-    table_of_parts,
-    table_of_rows,
 )
 from gpt_pretrain.benchmark.results import (
-    IDLE,
     GemmCeiling,
     Machine,
     Measured,
-    Part,
-    PlatformSeen,
     Row,
     attainable_tflops,
     compute_figures,
-    kernel_kind,
     with_ratios,
 )
 from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
@@ -48,7 +39,6 @@ from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
-from tests import platforms
 from tests.forked_runs import forked_python
 
 SMALL = (
@@ -72,9 +62,7 @@ MEASURED = Measured(
     step_times_s=(0.5, 0.4),
     memory_gib=10.0,
     loss=2.5,
-    losses=(4.0, 2.5),
     dtype="bfloat16",
-    parts=(),
 )
 ROW = Row(name="app", loop="app", overrides=(), num_gpus=1, problem=None, figures=None)
 
@@ -96,13 +84,6 @@ def test_variants_are_names_overrides_and_the_bare_loop_of_either(compose_config
         Variant(name=entries[4], loop="app", overrides=("model.micro_batch_size=2", "fp8=none")),
         Variant(name=entries[5], loop="bare", overrides=("model.seed=7",)),
     ]
-
-
-def test_the_overrides_of_a_variant_win_over_the_command_line(compose_config):
-    (variant,) = variants_of(compose_config, "fp8_tensorwise")
-
-    model = compose_config("fp8=delayed", *variant.overrides).model
-    assert model.fp8_recipe.name == "tensorwise"
 
 
 def test_every_named_variant_of_conf_composes(compose_config):
@@ -199,15 +180,6 @@ def test_the_benchmark_is_not_started_by_torchrun(monkeypatch, capsys):
     assert re.search(r"torchrun .*trainer\.devices=2", capsys.readouterr().err)
 
 
-@pytest.mark.usefixtures("no_launcher")
-def test_the_help_shows_the_keys_with_the_values_of_the_command_line(capsys):
-    assert main(["benchmark.steps=70", "--help"]) == 0
-    shown = capsys.readouterr().out
-    assert "gpt_pretrain.benchmark: variants of a run" in shown
-    assert "benchmark.steps = 70" in shown
-    assert "(strings by name)" in shown
-
-
 def test_figures_are_medians_over_intervals_and_rounds(compose_config):
     config = compose_config("model=gpt2_124m", "model.global_batch_size=128")
     other = replace(MEASURED, step_times_s=(0.3, 0.8), memory_gib=12.0, first_step_s=30.0, loss=9.9)
@@ -251,9 +223,8 @@ def rows_of(compose_config):
     """Two variants of which the second is twice as fast, and one that ran out of memory."""
     run = resolve(compose_config())
     first = compute_figures([[MEASURED]], run, H200)
-    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None, losses=())
-    parts = (Part(kind="gemm|tn", time_ms=1.5),)
-    second = compute_figures([[replace(fast, parts=parts)]], run, H200)
+    fast = replace(MEASURED, step_times_s=(0.225,), memory_gib=5.0, loss=None)
+    second = compute_figures([[fast]], run, H200)
     overrides = ("fp8=delayed", "run_dir='a b'")
     return with_ratios(
         [
@@ -269,55 +240,6 @@ def test_ratios_are_to_the_first_variant(compose_config):
 
     assert [(row.speed_ratio, row.memory_ratio) for row in rows] == [(1, 1), (pytest.approx(2), 0.5), (None, None)]
     assert all(row.speed_ratio is None for row in with_ratios([rows[2], replace(rows[0], speed_ratio=None)]))
-
-
-def test_losses_are_compared_step_by_step_with_the_first_variants(compose_config):
-    first, _, failed = rows_of(compose_config)
-    apart = replace(first, figures=replace(first.figures, losses=(4.0, 2.6)))
-
-    rows = with_ratios([first, apart, failed])
-    assert [row.loss_difference for row in rows] == [0.0, pytest.approx(0.04), None]
-    titles, lines = table_of_rows(rows)
-    assert [dict(zip(titles, line, strict=True))["loss apart"] for line in lines] == ["0.00%", "4.00%", "–"]
-    # One that is no number is told wherever it stands, and one of nothing is compared, too.
-    for losses, others, expected in (
-        ((math.nan, 2.5), (4.0, 2.5), math.nan),
-        ((4.0, math.nan), (4.0, 2.5), math.nan),
-        ((4.0, 2.5), (4.0, math.nan), math.nan),
-        ((4.0, math.inf), (4.0, 2.5), math.inf),
-        ((4.0, 2.5), (4.0, math.inf), math.nan),
-        ((0.0, 2.5), (0.0, 2.5), 0.0),
-        ((0.1, 2.5), (0.0, 2.5), math.inf),
-    ):
-        pair = [replace(first, figures=replace(first.figures, losses=each)) for each in (others, losses)]
-        assert with_ratios(pair)[1].loss_difference == pytest.approx(expected, nan_ok=True)
-        titles, (_, line) = table_of_rows(with_ratios(pair))
-        assert line[titles.index("loss apart")] == {"nan": "nan%", "inf": "inf%", "0.0": "0.00%"}[str(expected)]
-    # The bare loop trains on other data.
-    assert rows_of(compose_config)[1].loss_difference is None
-
-
-def test_the_table_shows_every_variant_in_its_order(compose_config):
-    titles, lines = table_of_rows(rows_of(compose_config))
-
-    assert [line[0] for line in lines] == ["app", "bare:lean", "big"]
-    app, bare, big = (dict(zip(titles, line, strict=True)) for line in lines)
-    assert (app["step (median)"], app["spread (ms)"], app["loss"]) == ("450 ms", "400–500", "2.5000")
-    assert app["tokens/s/GPU"] == f"{8 * 256 / 0.45:,.0f}"
-    assert (bare["speed ratio"], bare["memory ratio"], bare["loss"]) == ("2.000", "0.500", "–")
-    assert big["step (median)"] == "failed"
-    assert (bare["ranks"], big["ranks"]) == ("2", "1")
-    assert set(list(big.values())[3:]) == {"–"}
-
-
-@pytest.mark.parametrize(
-    ("seconds", "shown"),
-    [((0.0123456,), "12.35–12.35"), ((9.9994, 9.9996), "9999–10,000"), ((12.3, 140.0), "12,300–140,000")],
-)
-def test_the_spread_of_slow_steps_has_no_exponents(compose_config, seconds, shown):
-    figures = compute_figures([[replace(MEASURED, step_times_s=seconds)]], resolve(compose_config()), H200)
-    titles, (line,) = table_of_rows([replace(ROW, figures=figures)])
-    assert line[titles.index("spread (ms)")] == shown
 
 
 def benchmark_of(compose_config, rows):
@@ -346,7 +268,6 @@ def test_the_markdown_says_all_it_takes_to_measure_again(compose_config):
         "- big: out of memory \\| 80 GiB",
         "  used: 79",
         "- bare:lean: fp8=delayed 'run_dir='\"'\"'a b'\"'\"''",
-        "| gemm\\|tn | 1.5 | 100.0% |",
     ):
         assert line in lines
     table = [line for line in text.splitlines() if line.startswith(("| app", "| variant", "| bare", "| big"))]
@@ -357,73 +278,9 @@ def test_the_json_reads_back_as_the_figures(compose_config):
     rows = rows_of(compose_config)
     document = json.loads(json.dumps(benchmark_document(benchmark_of(compose_config, rows)), allow_nan=False))
 
-    assert document["version"] == 2
+    assert document["version"] == 3
     assert [Row.from_json(values) for values in document["variants"]] == rows
     assert document["config"]["benchmark"]["overrides"]["bf16"] == "fp8=none"
-
-
-@pytest.mark.parametrize(
-    "platform", [platforms.CPU, replace(platforms.H200, recipe_variables={"NVTE_DPA_FP8_RECIPE": "x"})]
-)
-def test_the_machine_that_a_process_saw_reads_back_the_same(platform):
-    seen = PlatformSeen(platform=platform)
-    assert PlatformSeen.from_json(json.loads(json.dumps(seen.to_json()))) == seen
-
-
-@pytest.mark.parametrize(
-    ("name", "kind"),
-    [
-        ("nvjet_sm90_qqtst_192x192_128x4_2x1_v_bz_coopB_TNN", "FP8 products"),
-        ("nvjet_sm90_qrtst_128x160_128x5_2x1_v_bz_coopA_algo2_TNT", "FP8 products"),
-        ("nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "BF16 products"),
-        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x128_4x1x1", "attention"),
-        ("void transformer_engine::cast_transpose_optimized_kernel(__nv_bfloat16 const*, float const*)", "FP8 casts"),
-        ("void transformer_engine::(anonymous namespace)::amax_kernel<8, true, float>(float const*)", "FP8 casts"),
-        ("void transformer_engine::unary_kernel<16, true, float, __nv_bfloat16, __nv_fp8_e4m3>()", "FP8 casts"),
-        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("_adam_update", "optimizer"),
-        ("_fp8_codes_kernel", "FP8 casts"),
-        ("_permute_kernel", "gathers, scatters, sorts"),
-        ("void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16>", "gathers, scatters, sorts"),
-        ("ncclDevKernel_AllGather_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", "communication"),
-        ("void transformer_engine::normalization::ln_fwd_tuned_kernel<...>", "norms, activations, loss"),
-        ("triton_red_fused_copy__exp_sub_sum_unsqueeze_5", "norms, activations, loss"),
-    ],
-)
-def test_a_kernels_name_tells_what_it_does(name, kind):
-    assert kernel_kind(name) == kind
-
-
-def test_a_step_consists_of_kinds_of_kernels_and_of_time_without_any():
-    def event(name, start, end, device_type=DeviceType.CUDA, *, is_user_annotation=False):
-        return SimpleNamespace(
-            name=name,
-            time_range=SimpleNamespace(start=start, end=end),
-            device_type=device_type,
-            is_user_annotation=is_user_annotation,
-        )
-
-    events = [
-        event("nvjet_sm90_tst_1", 6000.0, 9000.0),
-        event("nvjet_sm90_qqtst_1", 1000.0, 4000.0),
-        # Beside the product before it: there is no idle time until 5 ms.
-        event("ncclDevKernel_AllGather", 3000.0, 5000.0),
-        event("Optimizer.step", 0.0, 20000.0, is_user_annotation=True),
-        event("aten::mm", 0.0, 900.0, DeviceType.CPU),
-    ]
-    assert set(parts_of_a_step(events, 2)) == {
-        Part(kind="FP8 products", time_ms=1.5),
-        Part(kind="BF16 products", time_ms=1.5),
-        Part(kind="communication", time_ms=1.0),
-        Part(kind=IDLE, time_ms=0.5),
-    }
-    assert parts_of_a_step([], 2) == ()
-
-
-def test_the_times_of_a_step_have_no_exponents():
-    parts = [Part(kind="BF16 products", time_ms=1249.4), Part(kind=IDLE, time_ms=0.5)]
-    assert table_of_parts(parts)[1] == [["BF16 products", "1,249", "100.0%"], [IDLE, "0.5", "0.0%"]]
 
 
 def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, monkeypatch):
@@ -449,8 +306,6 @@ def test_the_clock_is_read_after_the_warm_up_and_each_interval(compose_config, m
     assert waited == [110.0, 111.0, 113.0, 119.0]
     # Steps 5 and 6: (20 + 24) / (2 + 2).
     assert watch.loss == 11.0
-    # All steps but the one behind the last interval.
-    assert watch.losses == (2.0, 4.0, 6.0, 8.0, 10.0, 12.0)
 
 
 @pytest.mark.usefixtures("no_launcher")
@@ -510,8 +365,6 @@ def test_variants_and_the_bare_loop_are_measured_end_to_end(parent, tmp_path, mo
     # ln 2048, as random tokens have it.
     assert app.figures.loss == pytest.approx(7.6, abs=0.2)
     assert bare.figures.loss is None
-    assert len(app.figures.losses) == 5
-    assert bare.figures.losses == ()
     assert bare.speed_ratio == pytest.approx(bare.figures.tokens_per_s_per_gpu / app.figures.tokens_per_s_per_gpu)
     assert {ceiling["dtype"] for ceiling in document["machine"]["gemms"]} == {"float32", "bfloat16"}
     assert (run_dir / "1_app" / "round_1" / "trace.json.gz").stat().st_size > 1000

@@ -8,16 +8,14 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from gpt_pretrain.compare.answers import compare_runs, judge, out_of_range_tensors
+from gpt_pretrain.compare.answers import compare_runs, judge
 from gpt_pretrain.compare.comparability import identity
-from gpt_pretrain.compare.comparison import Comparison, Curve, Gate, Interval
+from gpt_pretrain.compare.comparison import Comparison, Gate, Interval
 from gpt_pretrain.compare.console import print_comparison
 from gpt_pretrain.compare.intervals import t_quantile
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.report.records import Fp8Record
-from tests.synthetic_runs import SHARED, power_law, synthetic_run, waves
-from tests.test_compare_comparison import TENSOR
+from tests.synthetic_runs import SHARED, power_law, synthetic_run
 
 NO_DEMANDS = {"max_loss_gap": None, "min_speedup": None}
 
@@ -44,7 +42,7 @@ def test_the_gap_and_its_paired_interval_are_those_calculated_by_hand():
     found = answer(*BASELINE, *seeds("fp8", gaps))
     logs = [math.log((1 + ours) / (1 + theirs)) for ours, theirs in zip(gaps, (0, 0.001, -0.001), strict=True)]
     mean = sum(logs) / 3
-    width = t_quantile(0.95, 2) * math.sqrt(sum((each - mean) ** 2 for each in logs) / 2 / 3)
+    width = t_quantile(2) * math.sqrt(sum((each - mean) ** 2 for each in logs) / 2 / 3)
 
     assert found.noise_from == "paired seeds"
     assert found.loss_gap.value == pytest.approx(math.expm1(mean), rel=1e-9)
@@ -64,9 +62,7 @@ def test_further_variants_tell_the_noise_where_they_share_seeds_and_ground():
         return gap.high - gap.low
 
     # Of three variants two are the same: twice the degrees of freedom, and two thirds of the variance.
-    assert width(*quiet) == pytest.approx(
-        width() * t_quantile(0.95, 4) / t_quantile(0.95, 2) * math.sqrt(2 / 3), rel=0.01
-    )
+    assert width(*quiet) == pytest.approx(width() * t_quantile(4) / t_quantile(2) * math.sqrt(2 / 3), rel=0.01)
     strangers = {
         "other seeds": [replace(run, seed=run.seed + 10) for run in quiet],
         "one seed less": quiet[:2],
@@ -88,36 +84,14 @@ def test_seeds_that_differ_are_not_paired():
 def test_the_time_to_a_loss_is_that_of_the_power_law():
     # A loss 1% higher is caught up at 1.01^(1/0.13) times the tokens; each token takes 0.8 times as long.
     found = answer(*BASELINE, *seeds("fp8", (0.01, 0.011, 0.009), s_per_step=0.8))
-    times = found.times[1:]
+    time = found.time_to_loss
 
-    assert len(found.times) >= 3
-    for time in times:
-        assert time.speedup.value == pytest.approx(1.25 / 1.01 ** (1 / 0.13), rel=0.01)
-        assert time.speedup.low < time.speedup.value < time.speedup.high
-        assert time.baseline_gpu_s / time.gpu_s == pytest.approx(time.speedup.value)
+    assert time.speedup.value == pytest.approx(1.25 / 1.01 ** (1 / 0.13), rel=0.01)
+    assert time.speedup.low < time.speedup.value < time.speedup.high
+    assert time.baseline_gpu_s / time.gpu_s == pytest.approx(time.speedup.value)
     # The loss at 975 steps of the variant, 1% above the baseline's.
-    assert times[-1].loss == pytest.approx(power_law(975_000) * 1.011, rel=1e-3)
-    assert times[-1].gpu_s == pytest.approx(0.8 * 975, rel=0.02)
-
-
-def test_equal_curves_at_another_pace_have_exactly_its_ratio():
-    found = answer(*BASELINE, *seeds("fp8", (0.0, 0.001, -0.001), s_per_step=0.8))
-    assert [time.speedup.value for time in found.times] == pytest.approx([1.25] * len(found.times))
-    assert found.throughput_ratio == pytest.approx(1.25)
-    assert found.loss_gap == Interval(value=0.0, low=0.0, high=0.0)
-
-
-def test_gpu_seconds_count_every_gpu():
-    found = answer(*BASELINE, *seeds("fp8", (0.0, 0.001, -0.001), s_per_step=0.5, num_gpus=2))
-    assert found.times[-1].speedup.value == pytest.approx(1.0)
-    assert found.throughput_ratio == pytest.approx(1.0)
-
-
-def test_noise_that_averages_out_leaves_the_gap():
-    # Waves of the window's 50 steps, in antiphase; the loss falls by 0.7% in a window, 0.01% of which is waves' share.
-    ours = [synthetic_run("fp8", seed, gap=0.002, noise=waves(0.02, 50)) for seed in (0, 1)]
-    theirs = [synthetic_run("bf16", seed, noise=waves(-0.02, 50)) for seed in (0, 1)]
-    assert answer(*theirs, *ours).loss_gap.value == pytest.approx(0.002, abs=1e-4)
+    assert time.loss == pytest.approx(power_law(975_000) * 1.011, rel=1e-3)
+    assert time.gpu_s == pytest.approx(0.8 * 975, rel=0.02)
 
 
 NAN = synthetic_run("fp8", 1, loss=lambda x: math.nan if x > 500_000 else power_law(x))
@@ -194,7 +168,7 @@ def test_runs_of_other_lengths_are_compared_as_far_as_both_go():
 def test_logs_without_times_or_tokens_are_compared_over_steps():
     runs = [synthetic_run("fp8", 1, training=replace(UNTIMED, tokens=())), synthetic_run("fp8", 2)]
     found = answer(*BASELINE, *runs)
-    assert found.times == ()
+    assert found.time_to_loss is None
     assert found.gap_curve.steps[-1] == 975
     assert "fp8 seed 1" in found.reasons[0]
 
@@ -205,12 +179,6 @@ def test_logs_without_times_or_tokens_are_compared_over_steps():
 def test_a_gap_is_told_without_exponents(gap, told):
     sentence = answer(synthetic_run("bf16", 1), synthetic_run("fp8", 1, gap=gap)).sentence
     assert f"final loss {told}; " in sentence
-
-
-def test_a_wide_interval_is_told_without_exponents():
-    # Two seeds: 12.7 standard errors.
-    found = answer(*seeds("bf16", (0.0, 0.0)), *seeds("fp8", (0.0, 0.5)))
-    assert re.search(r"\(±\d{3,}%\); up to \+\d{3,}% is possible", found.sentence)
 
 
 @pytest.mark.parametrize("name", ["x [/b]", "data=[a,b]", ":smile:"])
@@ -312,23 +280,3 @@ def test_no_demand_is_no_gate_and_a_gate_without_an_answer_is_missed():
     one_each = compare(synthetic_run("bf16", 1), synthetic_run("fp8", 1), max_loss_gap=0.1, min_speedup=0.5)
     other = compare(*BASELINE, synthetic_run("fp8", 1, settings=OTHER_BATCH), max_loss_gap=0.1, min_speedup=0.5)
     assert [len(each.gate.missed) for each in (one_each, other)] == [2, 2]
-
-
-def test_the_tensors_that_fp8_treats_worst_come_first():
-    def tensor(layer, saturated, flushed):
-        return replace(TENSOR, layer=f"decoder.layers.{layer}.mlp.linear_fc1", saturated=saturated, flushed=flushed)
-
-    records = [
-        Fp8Record(step=1, tensors=(tensor(0, 0.0, 0.5), tensor(1, 0.1, 0.0), tensor(2, None, 0.6)), warnings=()),
-        Fp8Record(step=2, tensors=(tensor(0, 0.0, 0.7), tensor(1, 0.3, 0.0), tensor(2, None, 0.7)), warnings=()),
-    ]
-    found = out_of_range_tensors(
-        [synthetic_run("fp8", 1, training=Curve(steps=(), losses=(), tokens=(), gpu_seconds=()))]
-    )
-    assert found == []
-    found = out_of_range_tensors([replace(synthetic_run("fp8", 1), fp8=tuple(records))])
-    assert [(each.layer.split(".")[2], each.saturated, each.flushed) for each in found] == [
-        ("1", pytest.approx(0.2), 0.0),
-        ("2", None, pytest.approx(0.65)),
-        ("0", 0.0, pytest.approx(0.6)),
-    ]

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.compare.__main__ import main
-from gpt_pretrain.report.records import Fp8Record
 from tests.synthetic_runs import power_law
 from tests.test_commands import load
-from tests.test_compare_comparison import TENSOR, saved_comparison
+from tests.test_compare_comparison import saved_comparison
 from tests.test_compare_logs import config, log, train_record, write_run
 
 STEPS = range(10, 1010, 10)
@@ -33,8 +32,6 @@ def write_runs(tmp_path, *, gap=0.0, s_per_step=2.0, seeds=(1, 2, 3)):
                 )
                 for step in STEPS
             ]
-            if fp8 == "true":
-                records.append(Fp8Record(step=STEPS[-1], tensors=(TENSOR,), warnings=()))
             name = f"{fp8}_{seed}"
             places.append(write_run(tmp_path / name, *records, config=config(name, seed=seed, fp8=fp8)))
     return f"runs=[{','.join(places)}]"
@@ -53,13 +50,7 @@ def test_finished_runs_are_compared(tmp_path, capsys):
     assert [figures.num_runs for figures in comparison.figures] == [3, 3]
     assert [each.key for each in comparison.differences] == ["model.fp8"]
     assert comparison.command.startswith("python -m gpt_pretrain.compare ")
-    for shown in (
-        "fp8_delayed",
-        "1.25×",
-        "decoder.layers.0.mlp.linear_fc1",
-        "25.0% saturated",
-        str(out / "compare.json"),
-    ):
+    for shown in ("fp8_delayed", "1.25×", str(out / "compare.json")):
         assert shown in printed
 
 
@@ -158,7 +149,7 @@ def test_a_loss_that_diverged_is_in_the_document(tmp_path):
 def test_finished_runs_need_neither_torch_nor_a_configuration(tmp_path):
     runs = write_runs(tmp_path, seeds=(1,))
     code, heavy, read = load("gpt_pretrain.compare", [runs, f"run_dir={tmp_path / 'out'}"])
-    assert (code, heavy) == (0, [])
+    assert (code, heavy) == (0, ["numpy"])
     assert set(read) == {str(tmp_path / name / "config.yaml") for name in ("false_1", "true_1")}
     assert load("gpt_pretrain.compare", [runs, "--help"]) == [0, [], {}]
 

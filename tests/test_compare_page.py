@@ -14,31 +14,11 @@ from gpt_pretrain.compare.answers import compare_runs
 from gpt_pretrain.compare.comparison import Curve, Gate, RunRecord
 from gpt_pretrain.compare.page import build_page, build_plots, write_page
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.report.records import Fp8Record, Fp8Tensor
 from tests.browser import CHROMIUM, MISSING, open_browser
 
 HOSTILE = "</script><script>document.title='taken'</script><img src=x onerror=\"document.title='taken'\">"
 STEPS = tuple(range(1, 201))
 VARIANTS = {"bf16": (1.0, 0.0), "fp8": (1.25, 0.002), f"it's {HOSTILE}": (0.8, -0.02)}
-
-
-def tensor(layer, kind, step):
-    return Fp8Tensor(
-        layer=layer,
-        tensor=kind,
-        amax=2.0 * step,
-        scale_min=0.5,
-        scale_max=4.0,
-        saturated=step / 1000,
-        flushed=0.25,
-        amax_history_used=None,
-    )
-
-
-def fp8_record(step):
-    names = ("decoder.layers.0.mlp.linear_fc1", f"decoder.layers.1.{HOSTILE}")
-    tensors = [tensor(name, kind, step) for name in names for kind in ("input", "weight")]
-    return Fp8Record(step=step, tensors=tuple(tensors), warnings=())
 
 
 def run(variant, seed):
@@ -63,7 +43,6 @@ def run(variant, seed):
         memory_gib=None,
         skipped_steps=0,
         fp8_share=0.0 if variant == "bf16" else 0.7,
-        fp8=() if variant == "bf16" else (fp8_record(100), fp8_record(200)),
         configuration={"model.seed": str(seed), "model.fp8_recipe": variant},
         versions=HOSTILE,
         command=HOSTILE,
@@ -146,40 +125,24 @@ def test_the_policy_lets_these_scripts_run_and_nothing_be_loaded(html):
     assert not re.search("https?:|unsafe-eval", policy)
 
 
-def test_a_page_is_the_same_each_time(html, comparison):
-    assert build_page(comparison) == html
-
-
 def test_a_page_that_cannot_be_written_names_its_file(comparison, tmp_path):
     with pytest.raises(UserError, match=r"missing/compare\.html .*run_dir"):
         write_page(comparison, tmp_path / "missing")
 
 
-def test_numbers_that_are_not_finite_are_gaps(comparison):
-    first = comparison.runs[0]
-    curve = replace(first.training, losses=(math.nan, math.inf, *first.training.losses[2:]))
-    plots = plots_of(replace(comparison, runs=(replace(first, training=curve), *comparison.runs[1:])))
-    assert plots["training"]["data"][0]["y"][:2] == [None, None]
-
-
-def test_an_interval_is_behind_the_gap_and_around_the_times(comparison):
+def test_an_interval_is_behind_the_gap(comparison):
     plots = plots_of(comparison)
     (answer, _) = comparison.answers
     low, high, gap = plots["gap"]["data"][:3]
     assert low["y"][-1] == pytest.approx(100 * answer.loss_gap.low, rel=1e-4)
     assert high["y"][-1] == pytest.approx(100 * answer.loss_gap.high, rel=1e-4)
     assert gap["y"][-1] == pytest.approx(100 * answer.loss_gap.value, rel=1e-4)
-    times = plots["times"]["data"][0]
-    assert times["y"][-1] + times["error_y"]["array"][-1] == pytest.approx(answer.speedup.high, rel=1e-4)
-    assert times["y"][-1] - times["error_y"]["arrayminus"][-1] == pytest.approx(answer.speedup.low, rel=1e-4)
 
 
 def test_a_comparison_without_times_and_validation_has_a_page(comparison):
     none = Curve(steps=(), losses=(), tokens=(), gpu_seconds=())
     runs = [
-        replace(
-            each, training=replace(each.training, tokens=(), gpu_seconds=()), validation=none, fp8=(), num_gpus=None
-        )
+        replace(each, training=replace(each.training, tokens=(), gpu_seconds=()), validation=none, num_gpus=None)
         for each in comparison.runs
     ]
     page = build_page(compare_runs(runs, command="", gate=None))
@@ -195,7 +158,7 @@ def page(comparison, tmp_path_factory):
     path = write_page(comparison, tmp_path_factory.mktemp("page"))
     with open_browser() as page:
         page.look(1200)
-        page.open(path, "document.querySelectorAll('#times .main-svg').length > 0")
+        page.open(path, "document.querySelectorAll('#gap .main-svg').length > 0")
         yield page
 
 
@@ -213,8 +176,8 @@ def plot(page, name, expression):
 
 def test_the_page_draws_every_plot_and_loads_nothing(page):
     names = page.evaluate("[...document.querySelectorAll('.plot')].map(p => p.id)")
-    assert names == ["training", "validation", "gap", "times"]
-    for name, num_traces in {"training": 6, "validation": 6, "gap": 6, "times": 2}.items():
+    assert names == ["training", "validation", "gap"]
+    for name, num_traces in {"training": 6, "validation": 6, "gap": 6}.items():
         assert plot(page, name, "p.data.length") == num_traces, name
         assert plot(page, name, "p.querySelectorAll('.main-svg').length") > 0
     assert plot(page, "training", "p.querySelectorAll('.scatterlayer path.js-line').length") == 6

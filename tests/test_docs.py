@@ -12,7 +12,7 @@ import pytest
 
 from gpt_pretrain.commands.arguments import read_arguments
 from gpt_pretrain.compare.__main__ import FinishedRuns
-from gpt_pretrain.compare.answers import gate_problems
+from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.compare.training import compare_problems
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.report.records import RECORD_KINDS

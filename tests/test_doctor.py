@@ -13,16 +13,13 @@ from tests.platforms import CPU, H200, INSTALL_FLASH, INSTALL_TE
 TORCH = Torch(
     version="2.11.0+cu130",
     cuda="13.0",
-    cudnn="9.19.0",
-    nccl="2.28.9",
-    site="/site",
     gpus=(Gpu(name="NVIDIA H200", compute_capability=(9, 0), memory_gib=139.8),) * 8,
     why_no_gpu=None,
     product_problem=None,
 )
-TE = Loaded(version="2.12.0", remark="with cuDNN 9.19.0, cuBLASLt 130100", cudnn_folders=("/site/nvidia/cudnn/lib",))
+TE = Loaded(version="2.12.0")
 MISSING = Failure(problem="ModuleNotFoundError: No module named 'x'", is_missing=True)
-DRIVER = Driver(version="580.95", gpus=("NVIDIA H200",) * 8, cuda=(13, 0))
+DRIVER = Driver(version="580.95", gpus=("NVIDIA H200",) * 8)
 HEALTHY = Facts(
     python="3.12.3",
     executable="/usr/bin/python",
@@ -35,13 +32,7 @@ HEALTHY = Facts(
     libraries={"flash_attention": MISSING},
     application=Loaded(version="0.19.2", remark="training loads"),
     requirements=(),
-    packages={
-        "transformer-engine": "2.12.0",
-        "transformer-engine-torch": "2.12.0",
-        "transformer-engine-cu13": "2.12.0",
-    },
     environment={},
-    shared_memory_gib=500.0,
 )
 NO_DRIVER = Failure(problem="FileNotFoundError: [Errno 2] No such file or directory: 'nvidia-smi'", is_missing=True)
 NO_GPU_TORCH = replace(TORCH, gpus=(), why_no_gpu="RuntimeError: Found no NVIDIA driver")
@@ -53,11 +44,8 @@ INSTALL = INSTALL_TE.removeprefix("install it from the checkout with ")
 REMOVE_FLASH = "python -m pip uninstall --yes flash-attn-4"
 REINSTALL_FLASH = f"{REMOVE_FLASH} && {INSTALL_FLASH.removeprefix('install it from the checkout with ')}"
 REINSTALL_TORCHAO = "python -m pip uninstall --yes torchao && python -m pip install -c constraints.txt -e '.[torchao]'"
-REBUILD = f"{PIP} --no-build-isolation --no-cache-dir --force-reinstall --no-deps transformer-engine-torch==2.12.0"
-OUR_LIBRARIES = (
-    "export CUDNN_HOME=/site/nvidia/cudnn "
-    "LD_LIBRARY_PATH=/site/nvidia/cudnn/lib:/site/nvidia/nccl/lib:/site/nvidia/cu13/lib:$LD_LIBRARY_PATH"
-)
+REMOVE_TE = "python -m pip uninstall --yes transformer-engine transformer-engine-torch"
+REINSTALL_TE = f"{INSTALL} --no-cache-dir"
 
 
 def broken_te(problem):
@@ -183,15 +171,7 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
             f"{PIP} --force-reinstall 'torch==2.11.0'",
         ),
         (
-            replace(HEALTHY, torch=replace(MISSING, version="2.11.0")),
-            1,
-            ("PyTorch", "ModuleNotFoundError"),
-            f"{PIP} --force-reinstall 'torch==2.11.0'",
-        ),
-        (
-            replace(
-                HEALTHY, torch=MISSING, requirements=(Requirement(needed="torch>=2.11", installed=None),), packages={}
-            ),
+            replace(HEALTHY, torch=MISSING, requirements=(Requirement(needed="torch>=2.11", installed=None),)),
             1,
             ("gpt_pretrain", "torch>=2.11"),
             f"{PIP} 'torch>=2.11'",
@@ -199,7 +179,7 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
         (
             hidden(version="2.11.0+cpu", cuda=None),
             1,
-            ("PyTorch 2.11.0+cpu", "without CUDA", "NVIDIA H200 (8"),
+            ("PyTorch 2.11.0+cpu", "without CUDA", "there are GPUs"),
             f"{PIP} --force-reinstall 'torch==2.11.0'",
         ),
         (
@@ -210,60 +190,24 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
             ("PyTorch 2.11.0+cpu", "--assume-gpu is NVIDIA H200"),
             f"{PIP} --force-reinstall 'torch==2.11.0'",
         ),
+        (hidden(), 1, ("PyTorch 2.11.0", "RuntimeError: no CUDA-capable device"), "env | grep CUDA_VISIBLE_DEVICES"),
         (
-            replace(hidden(), driver=replace(DRIVER, version="535.104", cuda=(12, 2))),
+            replace(hidden(), driver=Failure(problem="RuntimeError: Driver/library version mismatch")),
             1,
-            ("driver 535.104", "CUDA up to 12.2", "2.11.0+cu130", "CUDA 13.0", "580 or newer"),
-            "apt-get install cuda-compat-13-0 && export LD_LIBRARY_PATH=/usr/local/cuda-13.0/compat:$LD_LIBRARY_PATH",
+            ("PyTorch 2.11.0", "no CUDA-capable device", "RuntimeError: Driver/library version mismatch"),
+            "sudo dmesg",
         ),
-        (
-            replace(hidden(), environment={"CUDA_VISIBLE_DEVICES": ""}),
-            1,
-            ("CUDA_VISIBLE_DEVICES=''", "8 GPUs"),
-            "unset CUDA_VISIBLE_DEVICES",
-        ),
-        (hidden(), 1, ("driver 580.95", "8 GPUs", "RuntimeError: no CUDA-capable device"), "nvidia-smi -q"),
         (
             with_torch(product_problem="AcceleratorError: CUDA error: no kernel image is available"),
             1,
-            ("PyTorch", "NVIDIA H200 (compute capability 9.0)", "AcceleratorError"),
+            ("PyTorch", "NVIDIA H200", "AcceleratorError"),
             f"{PIP} --upgrade torch",
         ),
         (
             with_torch(product_problem="OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 MiB"),
             1,
-            ("PyTorch", "NVIDIA H200 (compute capability 9.0)", "OutOfMemoryError"),
+            ("PyTorch", "NVIDIA H200", "OutOfMemoryError"),
             "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv",
-        ),
-        (
-            replace(
-                HEALTHY,
-                transformer_engine=replace(
-                    TE, product_problem="AcceleratorError: CUDA-capable device(s) is/are busy or unavailable"
-                ),
-            ),
-            3,
-            ("Transformer Engine 2.12.0", "AcceleratorError"),
-            "nvidia-smi --query-compute-apps=pid,name,used_memory --format=csv",
-        ),
-        (with_gpu("Tesla V100", (7, 0)), 3, ("Tesla V100", "BF16", "8.0"), "trainer.precision=fp32"),
-        (
-            replace(LAPTOP, driver=Failure(problem="RuntimeError: NVIDIA-SMI has failed")),
-            3,
-            ("no GPU", "RuntimeError: NVIDIA-SMI has failed"),
-            "docker run --gpus all",
-        ),
-        (
-            replace(hidden(), driver=Failure(problem="RuntimeError: Driver/library version mismatch")),
-            1,
-            ("driver", "/dev/nvidia0 and 1 more", "RuntimeError: Driver/library version mismatch"),
-            "nvidia-smi; sudo dmesg",
-        ),
-        (
-            replace(hidden(), driver=NO_DRIVER, device_files=("/dev/nvidia3",)),
-            1,
-            ("driver", "/dev/nvidia3", "no nvidia-smi"),
-            "docker run --gpus all -e NVIDIA_DRIVER_CAPABILITIES=compute,utility",
         ),
         # Transformer Engine.
         (
@@ -275,55 +219,9 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
         (
             broken_te("ImportError: te.so: undefined symbol: cublasLtGroupedMatrixLayoutInit_internal"),
             3,
-            ("Transformer Engine", "newer cuBLAS", "PyTorch 2.11.0+cu130"),
-            INSTALL,
+            ("Transformer Engine", "undefined symbol: cublasLtGroupedMatrixLayoutInit_internal"),
+            REINSTALL_TE,
         ),
-        (
-            broken_te("ImportError: transformer_engine_torch.so: undefined symbol: _ZN3c106detail14torchCheckFailEPKc"),
-            3,
-            ("Transformer Engine", "another PyTorch than 2.11.0+cu130"),
-            REBUILD,
-        ),
-        (
-            broken_te("AssertionError: Transformer Engine package version mismatch. Found x v2.9.0"),
-            3,
-            ("Transformer Engine", "packages", "transformer-engine 2.12.0"),
-            INSTALL,
-        ),
-        (
-            with_torch(replace(broken_te("RuntimeError: cudnn shared object not found."), packages={}), cuda="12.8"),
-            3,
-            ("Transformer Engine", "cudnn shared object not found"),
-            "/site/nvidia/nccl/lib:/site/nvidia/cublas/lib:/site/nvidia/cuda_runtime/lib:/site/nvidia/cuda_nvrtc/lib:",
-        ),
-        (
-            broken_te("RuntimeError: cudnn shared object not found."),
-            3,
-            ("Transformer Engine", "cudnn shared object"),
-            OUR_LIBRARIES,
-        ),
-        (
-            broken_te("ImportError: libcuda.so.1: cannot open shared object file: No such file or directory"),
-            3,
-            ("Transformer Engine", "libcuda.so.1", "driver"),
-            "docker run --gpus all",
-        ),
-        (
-            broken_te("ModuleNotFoundError: No module named 'onnxscript'"),
-            3,
-            ("Transformer Engine", "'onnxscript'", "module"),
-            f"{PIP} onnxscript",
-        ),
-        (
-            replace(
-                broken_te("OSError: libcublas.so.12: cannot open shared object file"),
-                packages={"transformer-engine": "2.12.0", "transformer-engine-cu12": "2.12.0"},
-            ),
-            3,
-            ("transformer-engine-cu12", "PyTorch 2.11.0+cu130", "13.0"),
-            f"python -m pip uninstall --yes transformer-engine-cu12 && {INSTALL}",
-        ),
-        (broken_te("loading it ended Python with signal SIGSEGV"), 3, ("Transformer Engine", "SIGSEGV"), REBUILD),
         (
             replace(
                 broken_te("loading it ended Python with signal SIGABRT"),
@@ -331,19 +229,13 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
             ),
             1,
             ("training", "SIGABRT", "Transformer Engine"),
-            "python -m pip uninstall --yes transformer-engine transformer-engine-torch transformer-engine-cu13",
-        ),
-        (
-            replace(HEALTHY, transformer_engine=replace(TE, cudnn_folders=("/site/nvidia/cudnn/lib", "/usr/lib"))),
-            1,
-            ("cuDNN", "twice", "/site/nvidia/cudnn/lib", "/usr/lib"),
-            OUR_LIBRARIES,
+            REMOVE_TE,
         ),
         (
             replace(HEALTHY, transformer_engine=replace(TE, product_problem="RuntimeError: cuBLAS Error")),
             3,
             ("Transformer Engine 2.12.0", "RuntimeError: cuBLAS Error"),
-            REBUILD,
+            REINSTALL_TE,
         ),
         # FlashAttention-4.
         (
@@ -353,42 +245,19 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
             REINSTALL_FLASH,
         ),
         (
-            broken_flash("ModuleNotFoundError: No module named 'cutlass'"),
-            0,
-            ("FlashAttention-4", "ModuleNotFoundError: No module named 'cutlass'"),
-            REINSTALL_FLASH,
-        ),
-        (
             broken_flash(
                 "loading it ended Python with signal SIGABRT (Fatal Python error: Aborted)",
-                application=Failure(
-                    problem="loading it ended Python with signal SIGABRT (UserWarning: x)", version="0.19.2"
-                ),
+                application=Failure(problem="loading it ended Python with signal SIGABRT", version="0.19.2"),
             ),
             1,
             ("training", "SIGABRT", "FlashAttention-4"),
             REMOVE_FLASH,
-        ),
-        (
-            broken_flash(
-                "ImportError: cannot import name 'x'",
-                application=Failure(problem="AttributeError: module 'y' has no attribute 'z'", version="0.19.2"),
-            ),
-            1,
-            ("training", "AttributeError: module 'y' has no attribute 'z'"),
-            f"{PIP} --force-reinstall --no-deps 'megatron-core==0.19.2'",
         ),
         # TorchAO.
         (
             replace(HEALTHY, torchao=Failure(problem="0.18 is needed, and 0.16.0 is installed", version="0.16.0")),
             0,
             ("TorchAO", "0.18", "0.16.0", "model.fp8_backend=torchao"),
-            REINSTALL_TORCHAO,
-        ),
-        (
-            replace(HEALTHY, torchao=Failure(problem="ImportError: undefined symbol: x", version="0.18.0")),
-            0,
-            ("TorchAO", "ImportError: undefined symbol: x"),
             REINSTALL_TORCHAO,
         ),
         (
@@ -404,29 +273,9 @@ def test_a_laptop_trains_small_models_without_fp8(flash):
                 application=Failure(problem="ModuleNotFoundError: No module named 'megatron.core'", version="0.19.2"),
             ),
             1,
-            ("training", "'megatron.core'", "another folder named megatron"),
-            "unset PYTHONPATH",
-        ),
-        (
-            replace(HEALTHY, application=Failure(problem="ImportError: cannot import name 'x'", version="0.19.2")),
-            1,
-            ("training", "ImportError: cannot import name 'x'"),
+            ("training", "'megatron.core'", "another folder named megatron", "unset PYTHONPATH"),
             f"{PIP} --force-reinstall --no-deps 'megatron-core==0.19.2'",
         ),
-        # The environment.
-        (
-            replace(HEALTHY, environment={"NCCL_NVLS_ENABLE": "0", "UB_SKIPMC": "1"}),
-            0,
-            ("NCCL_NVLS_ENABLE=0", "multicast"),
-            "export TORCH_SYMM_MEM_DISABLE_MULTICAST=1 NVSHMEM_DISABLE_NVLS=1",
-        ),
-        (
-            replace(HEALTHY, environment={"CUDA_DEVICE_MAX_CONNECTIONS": "8"}),
-            0,
-            ("CUDA_DEVICE_MAX_CONNECTIONS=8", "overlap", "1"),
-            "unset CUDA_DEVICE_MAX_CONNECTIONS",
-        ),
-        (replace(HEALTHY, shared_memory_gib=0.0625), 0, ("/dev/shm", "64 MiB"), "docker run --gpus all --ipc=host"),
     ],
 )
 def test_what_is_wrong_is_found_with_the_command_that_mends_it(facts, exit_code, named, fix):
@@ -486,5 +335,5 @@ def test_the_answer_has_what_is_here_and_a_line_for_each_fix(apex, row):
     assert finding.blocks is Blocks.fp8
     # A fix is copied: it stands on a line of its own.
     assert f"    {finding.fix}" in shown
-    for part in (row, "PyTorch 2.11.0+cu130 with CUDA 13.0, cuDNN 9.19.0, NCCL 2.28.9", "580.95", *verdict.recipes):
+    for part in (row, "PyTorch 2.11.0+cu130 with CUDA 13.0", "580.95", *verdict.recipes):
         assert any(part in " ".join(line.split()) for line in shown)

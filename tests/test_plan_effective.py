@@ -7,7 +7,6 @@ import pytest
 
 from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.keys import schema_keys
-from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.launch.ranks import rank_zero_of
 from gpt_pretrain.megatron.core_fields import HighPrecision
 from gpt_pretrain.megatron.model import _live, translate_ddp, translate_optimizer, translate_transformer
@@ -161,12 +160,6 @@ def test_megatron_core_keeps_every_field_as_it_is_stated(overrides):
             assert built[name] == _live(field.value) or (name in states and overrides != LEAN), name
 
 
-@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
-def test_megatron_core_keeps_the_name_by_which_a_recipe_is_found(recipe):
-    config = translate_transformer(spec_for("data=mock", f"fp8={recipe}"))
-    assert RECIPES[config.fp8_recipe].name == recipe
-
-
 def test_every_fp8_and_parallelism_key_is_in_the_table():
     # Samples per batch become a number of microbatches, which the schedule is called with.
     expected = {
@@ -213,7 +206,6 @@ def test_nemos_override_string_lands_where_it_should():
     for key, expected in shown.items():
         assert (settings[key].requested, settings[key].effective) == expected
         assert settings[key].inert == ""
-    assert settings["model.use_distributed_optimizer"].note == "null is true: model.fp8_params=true needs it"
 
 
 @pytest.mark.parametrize(
@@ -241,8 +233,6 @@ def test_nemos_override_string_lands_where_it_should():
         (("fp8=delayed",), "model.fp8_margin", ""),
         (("fp8=tensorwise", "model.first_last_layers_bf16=true"), "model.num_layers_at_end_in_bf16", ""),
         ((), "model.tensor_model_parallel_size", ""),
-        (("parallelism=dp",), "model.overlap_grad_reduce", "one data-parallel rank has nothing to exchange"),
-        (("parallelism=dp", "plan.num_gpus=2"), "model.overlap_grad_reduce", ""),
         ((), "model.fp8", ""),
         ((), "model.expert_model_parallel_size", "model.num_moe_experts=null"),
         ((), "model.optim.exp_avg_dtype", "model.optim.use_precision_aware_optimizer=false"),
@@ -263,6 +253,6 @@ def test_emulated_layers_get_what_megatron_core_is_not_told():
     plan = plan_of("fp8=delayed", "model.fp8_emulate=true", "model.fp8_margin=3", "model.fp8_exclude=['*.linear_fc2']")
     settings = {setting.key: setting.effective for setting in plan.settings}
     assert settings["model.fp8"] == {f"{TC}.fp8": "null"}
-    assert settings["model.fp8_margin"] == {"emulated layers: margin": "3"}
-    assert settings["model.fp8_exclude"] == {"emulated layers: exclude": "[*.linear_fc2]"}
-    assert settings["model.fp8_emulate"] == {f"{TC}.transformer_impl": "local"}
+    assert settings["model.fp8_margin"] == {"local layers": "3"}
+    assert settings["model.fp8_exclude"] == {"local layers": "[*.linear_fc2]"}
+    assert settings["model.fp8_emulate"] == {f"{TC}.transformer_impl": "local", "local layers": "true"}

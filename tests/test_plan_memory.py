@@ -6,18 +6,10 @@ import pytest
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
-from gpt_pretrain.config.derived import kv_channels, num_query_groups
-from gpt_pretrain.features.moe_permute import MoePermute
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.muon import orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
-    BUSIEST_EXPERT_AT_FIRST,
-    layer_activations,
-    on_rank,
-    passing_bytes,
     plan_stages,
-    rank_load,
-    token_dispatch,
 )
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
@@ -97,71 +89,6 @@ EXPERTS = {
 def test_peak_with_experts_is_the_measured_one(overrides, measured_gib):
     # Within 3% is what the forecast has to keep; it is within 0.5%.
     assert plan_of(*overrides).memory.peak_gib == pytest.approx(measured_gib, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("ep", "spread"),
-    # Of eight experts a rank has all, four, two or one: how far its mean strays, over how far one expert does.
-    [(1, 0), (2, (4 / (7 * 4)) ** 0.5), (4, (6 / (7 * 2)) ** 0.5), (8, 1)],
-)
-def test_the_fullest_rank_strays_less_than_the_busiest_expert(ep, spread):
-    model = plan_of("model=mixtral_8x7b", "parallelism=dp", f"model.expert_model_parallel_size={ep}").spec.model
-    assert rank_load(model, 2.5) == pytest.approx(1 + 1.5 * spread)
-
-
-def test_rows_of_the_fullest_rank_are_padded_where_fp8_asks_for_it():
-    """Of 128 experts, 16 a rank; the mean is 8 ranks · 4,096 tokens · 8 choices / 128 rows an expert."""
-    for fp8, unit in (("none", 1), ("tensorwise", 16)):
-        plan = plan_of("experiment=qwen3_30b_a3b_8gpu", f"fp8={fp8}", FP8_REACHES_EXPERTS)
-        model = plan.spec.model
-        layer = plan_stages(plan.spec)[0].layers[0]
-        load = rank_load(model, BUSIEST_EXPERT_AT_FIRST)
-        even, full = ({each.tokens for each in on_rank(layer, each_load)[-2:]} for each_load in (1.0, load))
-        mean = model.micro_batch_size * 8 * model.encoder_seq_length * 8 // 128
-        assert even == {mean}
-        assert full == {-(-mean * load // unit) * unit}
-        assert load == pytest.approx(1 + (112 / (127 * 16)) ** 0.5)
-        way = token_dispatch(model, on_rank(layer, 1.0))
-        assert (way.sent, way.received) == (8 * layer[0].tokens, 16 * mean)
-        assert (way.exchanged, way.sorted, way.padded) == (True, True, fp8 != "none")
-        # Gathered and added up: 2 + 3, and again backward; sorted there and back, forward and backward: 8.
-        assert way.passes([]) == 10 * way.sent + (8 if fp8 == "none" else 16) * way.received
-        # Fused, a token's side of it once for all of its eight rows.
-        assert way.passes([]) - way.passes([MoePermute()]) == (10 - 4 * (1 + 1 / 8)) * way.sent
-
-
-@pytest.mark.parametrize(
-    ("overrides", "weights"),
-    [
-        # Queries, keys and values; projection; both of the MLP, or of the experts: one of each shape, however many.
-        (("model=llama3_8b",), 4096 * (6144 + 4096 + 3 * 14336)),
-        (MIXTRAL_TWO_LAYERS, 4096 * (6144 + 4096 + 3 * 14336)),
-        (("model=llama3_8b", "model.gradient_accumulation_fusion=false"), 0),
-    ],
-)
-def test_bytes_of_what_stands_in_for_weight_gradients(overrides, weights):
-    items = plan_of(*overrides).memory.worst.items
-    assert items.get("placeholders of gradients", 0) == 2 * weights
-
-
-@pytest.mark.parametrize(
-    ("experiment", "fp8", "values"),
-    [
-        # The gradient of the gates, since that of the activation's output is as large as what it replaces; in FP8 it
-        # replaces an output of one byte.
-        ("mixtral_8x7b_8gpu", "none", 2 * 2 * 14336),
-        ("mixtral_8x7b_8gpu", "tensorwise", 2 * 2 * 14336 + 14336),
-        # Narrow experts: of a row sent, received, computed and sorted each a copy; in FP8 before that sorted and
-        # padded, and the activation's output.
-        ("qwen3_30b_a3b_8gpu", "none", 4 * 2 * 2048),
-        ("qwen3_30b_a3b_8gpu", "tensorwise", 6 * 2 * 2048 + 2 * 768),
-    ],
-)
-def test_bytes_of_a_row_that_passes_through_experts(experiment, fp8, values):
-    plan = plan_of(f"experiment={experiment}", f"fp8={fp8}", FP8_REACHES_EXPERTS)
-    layer = on_rank(plan_stages(plan.spec)[0].layers[0], 1.0)
-    rows = layer[-2].tokens * layer[-2].count
-    assert passing_bytes(plan.spec, layer) == rows * values
 
 
 @pytest.mark.parametrize(
@@ -359,23 +286,6 @@ def test_bytes_of_activations(overrides, bytes_per_token):
     assert plan.memory.worst.items["activations"] == pytest.approx(8192 * bytes_per_token, rel=1e-3)
 
 
-@pytest.mark.parametrize("fp8", ["fp8=none", "fp8=tensorwise"])
-@pytest.mark.parametrize("preset", ["gpt2_124m", "gpt3_1_3b", "llama3_8b", "qwen2_5_7b", "mixtral_8x7b"])
-def test_gradients_of_attention_in_fp32_fit_into_what_the_mlp_has_let_go_of(preset, fp8):
-    """FlashAttention-4's; cuDNN has of them only that of queries. So the peak is the MLP's with both."""
-    plan = plan_of(f"model={preset}", fp8, "model.use_flash_attention=true")
-    model = plan.spec.model
-    of_queries = model.num_attention_heads * kv_channels(model)
-    of_keys = num_query_groups(model) * kv_channels(model)
-    # In BF16 the gradient of the output, and of queries, keys and values; and that of the residual stream twice.
-    per_token = 2 * (2 * of_queries + 2 * of_keys) + 2 * 2 * model.hidden_size
-    per_token += 4 * (of_queries + (2 * of_keys if of_keys < of_queries else 0))
-    first = plan_stages(plan.spec)[0].layers[0]
-    layer = layer_activations(plan.spec, first)
-    assert first[0].tokens * per_token < layer.mlp + layer.passing
-    assert plan.memory == plan_of(f"model={preset}", fp8, "model.use_flash_attention=false").memory
-
-
 def test_references_without_transformer_engine_keep_the_scores():
     without_te, reference = "model.transformer_engine=false", "trainer.deterministic=true"
     local = plan_of("model=gpt2_124m", without_te, reference).memory.worst.items["activations"]
@@ -470,22 +380,6 @@ def ways_out(*overrides):
         assert planned.memory.needed_gib == pytest.approx(float(gib), abs=0.06), way
         assert planned.memory.needed_gib < plan.memory.needed_gib
     return told
-
-
-@pytest.mark.parametrize("overrides", [("model=llama3_70b",), ("model=llama3_8b", "plan.gpu=h100")])
-def test_the_ways_out_onto_more_gpus_fit(overrides):
-    told = ways_out(*overrides)
-    assert any("plan.num_gpus=" in way for way in told)
-    assert all(float(gib) <= plan_of(*overrides).gpu.memory_gib for gib in told.values())
-
-
-def test_the_ways_out_leave_experts_shared_out():
-    told = ways_out("experiment=qwen3_30b_a3b_8gpu", "plan.gpu=h100")
-    assert "plan.num_gpus=16 model.expert_model_parallel_size=16" in told
-    for way, gib in told.items():
-        planned = plan_of("experiment=qwen3_30b_a3b_8gpu", "plan.gpu=h100", *way.split())
-        assert planned.spec.model.expert_model_parallel_size >= 8
-        assert float(gib) <= 79.6
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """The console: a line for each record, a progress bar on terminals, and numbers for people."""
 
 import io
-import itertools
 import math
 import re
 from dataclasses import replace
@@ -13,9 +12,7 @@ from gpt_pretrain.report.columns import (
     COLUMNS,
     format_count,
     format_duration,
-    format_percent,
     format_share,
-    log_pairs,
 )
 from gpt_pretrain.report.console import RunConsole, print_line
 from gpt_pretrain.report.metrics_file import Metrics
@@ -198,18 +195,6 @@ def test_a_checkpoint_is_shown_with_its_size_and_its_times_or_why_there_is_none(
     assert warnings_of(replace(saved, num_bytes=0, problem="disk full")) == ["disk full"]
 
 
-@pytest.mark.parametrize(
-    "record",
-    [replace(RECORD, decoupled_lr=1e-3), VALIDATION, EXPERTS, COVERAGE, *FP8_TENSORS],
-    ids=lambda each: type(each).__name__,
-)
-def test_a_log_has_every_column_by_its_name(record):
-    pairs = dict(itertools.batched(log_pairs(record).split(), 2))
-
-    names = {"eta_s": "eta"}
-    assert list(pairs) == [names.get(name, name) for name in COLUMNS[type(record)]]
-
-
 def test_of_the_slowest_ranks_only_warnings_are_shown():
     rank = RankTime(rank=5, host="node3", time_s=0.4, over_median=1.25, is_slow=True)
     record = RankTimesRecord(step=120, slowest_over_median=1.25, slowest=(rank,), warnings=())
@@ -222,11 +207,6 @@ def test_every_kind_of_record_is_shown():
     special = {"start", "summary", "skipped_step", "loss_spike", "rewind", "fp8", "rank_times"}
 
     assert {kind for kind, record in RECORD_KINDS.items() if record in COLUMNS} == set(RECORD_KINDS) - special
-
-
-def test_a_log_shows_a_rate_of_embeddings_where_there_is_one():
-    line = plain_output(lambda console: console.show(replace(RECORD, decoupled_lr=1e-3)))
-    assert " lr 2.500e-04 decoupled_lr 1.000e-03 grad_norm 1.234 " in line
 
 
 def test_a_log_has_one_stable_line_a_record():
@@ -262,15 +242,6 @@ def test_a_log_names_the_tensors_that_fp8_treats_worst_and_warns():
     )
     kept = replace(COVERAGE, layers_kept_out=tuple(f"decoder.layers.{layer}.mlp.linear_fc2" for layer in range(12)))
     assert plain_output(lambda console: console.show(kept)).endswith(" layers_kept_out mlp.linear_fc2×12\n")
-
-
-def test_the_columns_of_a_log_do_not_depend_on_what_was_measured():
-    diverged = replace(CPU_RECORD, loss=math.nan, eta_s=None, memory_gib=None, step=1)
-    lines = [plain_output(lambda console, record=record: console.show(record)) for record in (RECORD, diverged)]
-
-    names = [line.split()[::2] for line in lines]
-    assert names[0] == names[1]
-    assert "loss nan " in lines[1]
 
 
 def test_a_log_keeps_paths_and_brackets_as_they_are():
@@ -320,16 +291,6 @@ def test_an_interrupted_run_gives_the_terminal_back(interruption):
     assert re.search(r"\n(\x1b\[\?25h)?$", written), "the shell's prompt starts on a line of its own"
 
 
-def test_a_dumb_terminal_gets_plain_lines(monkeypatch):
-    monkeypatch.setenv("TERM", "dumb")
-    output = terminal_console(80)
-    with RunConsole(max_steps=300, output=output) as console:
-        console.start_live()
-        console.show(RECORD)
-
-    assert output.file.getvalue().startswith("step 120/300 loss 4.3211 ")
-
-
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_sample_cannot_steer_the_terminal(terminal):
     output = terminal_console(80) if terminal else Console(file=io.StringIO(), width=80)
@@ -340,15 +301,6 @@ def test_a_sample_cannot_steer_the_terminal(terminal):
     written = output.file.getvalue()
     assert "a\N{REPLACEMENT CHARACTER}[2Jb\N{REPLACEMENT CHARACTER}c\N{REPLACEMENT CHARACTER}" in written
     assert "\x1b[2J" not in written
-
-
-def test_a_run_without_records_has_a_summary():
-    empty = Metrics()
-    record = summary(empty, step=0, end_reason="interrupted", sample_prompt=None, sample_text=None)
-    output = plain_output(lambda console: console.print_summary(record, {}))
-
-    assert re.match(r"end step 0/300: .*Ctrl-C\n  train loss: – → –  \(best –\)\n", output)
-    assert "sample" not in output
 
 
 @pytest.mark.parametrize(
@@ -377,7 +329,3 @@ def test_durations(seconds, text):
 )  # fmt: skip
 def test_shares_down_to_a_few_values_in_a_million(share, text):
     assert format_share(share) == text
-
-
-def test_percent():
-    assert format_percent(0.518) == "51.8%"

@@ -1,6 +1,5 @@
 """metrics.jsonl: the documented schema, and a history that survives kills and resumes."""
 
-import inspect
 import json
 import math
 from contextlib import closing
@@ -9,21 +8,17 @@ from dataclasses import fields, replace
 import pytest
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.report import records
 from gpt_pretrain.report.metrics_file import Metrics, MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
-    RECORD_KINDS,
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
     LossSpikeRecord,
     RankTime,
     RankTimesRecord,
-    Record,
     RewindRecord,
     SkippedStepRecord,
     StartRecord,
-    SummaryRecord,
     TrainRecord,
     ValidationRecord,
 )
@@ -172,15 +167,6 @@ def test_a_resumed_run_supersedes_what_the_cut_one_wrote_after_the_checkpoint(tm
     assert [start.step for start in metrics.starts] == [0, 20]
 
 
-def test_skipped_steps_follow_the_history_of_their_run(tmp_path):
-    write(tmp_path, StartRecord(step=0, time_unix=1.0), SKIPPED, SPIKE, replace(SKIPPED, step=20))
-    write(tmp_path, StartRecord(step=15, time_unix=2.0))
-
-    metrics = load_metrics(tmp_path)
-
-    assert metrics.skipped_steps == [SKIPPED]
-
-
 def test_a_rewind_supersedes_what_was_written_of_the_steps_it_gave_up(tmp_path):
     write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), validation(20, 5.0))
     write(tmp_path, StartRecord(step=25, time_unix=2.0), train(30), validation(30, 9.0), replace(SPIKE, step=31))
@@ -217,16 +203,6 @@ def test_fp8_records_follow_the_history_of_their_run(tmp_path):
     assert metrics.fp8_coverage == coverage[1]
 
 
-def test_a_run_started_over_in_the_same_directory_begins_a_new_history(tmp_path):
-    write(tmp_path, StartRecord(step=0, time_unix=1.0), train(10), train(20), summary())
-    write(tmp_path, StartRecord(step=0, time_unix=2.0), train(10, loss=1.0))
-
-    metrics = load_metrics(tmp_path)
-
-    assert [(record.step, record.loss) for record in metrics.train] == [(10, 1.0)]
-    assert metrics.summary is None
-
-
 @pytest.mark.parametrize("kept_bytes", [1, 40, -1])
 def test_a_torn_last_line_is_ignored_and_does_not_damage_the_next_append(tmp_path, kept_bytes):
     write(tmp_path, train(10))
@@ -237,14 +213,6 @@ def test_a_torn_last_line_is_ignored_and_does_not_damage_the_next_append(tmp_pat
     assert [record.step for record in load_metrics(tmp_path).train] == [10]
     write(tmp_path, train(20, loss=1.0))
     assert [(record.step, record.loss) for record in load_metrics(tmp_path).train] == [(10, 7.0), (20, 1.0)]
-
-
-def test_a_last_line_that_lacks_only_its_newline_is_kept(tmp_path):
-    metrics_path(tmp_path).write_text(train(10).to_line())
-
-    assert [record.step for record in load_metrics(tmp_path).train] == [10]
-    write(tmp_path, train(20))
-    assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
 
 
 def test_kinds_and_fields_of_a_newer_version_are_ignored(tmp_path):
@@ -354,29 +322,6 @@ def test_the_summary_finds_first_last_and_best_past_a_nan():
     assert (record.tokens_per_s, record.tokens_per_s_per_gpu) == (8192.0, 4096.0)
 
 
-def test_a_run_that_ended_before_its_first_record_has_a_summary():
-    record = build_summary(
-        records_of(),
-        step=3,
-        consumed_samples=48,
-        consumed_tokens=12288,
-        num_gpus=1,
-        end_reason="terminated",
-        exit_code=75,
-        wall_time_s=1.0,
-        checkpoint=None,
-    )
-
-    assert (record.first_loss, record.last_validation_loss, record.tokens_per_s) == (None, None, None)
-    assert SummaryRecord.from_json(json.loads(record.to_line())) == record
-
-
-def test_every_record_class_of_the_module_has_its_own_kind():
-    classes = {cls for _, cls in inspect.getmembers(records, inspect.isclass) if issubclass(cls, Record)} - {Record}
-
-    assert set(RECORD_KINDS.values()) == classes
-
-
 def test_the_summary_names_the_host_that_was_slow_most_often():
     def summed_up(*slow):
         metrics = replace(records_of(train(10)), rank_times=[rank_times(step, each) for step, each in enumerate(slow)])
@@ -396,17 +341,3 @@ def test_the_summary_names_the_host_that_was_slow_most_often():
     assert summed_up() == (None, None)
     assert summed_up(None, None) == (None, None), "somebody is always the slowest"
     assert summed_up(None, 1, 0, 1) == ("node1", 0.5)
-
-
-def test_a_summary_of_an_earlier_version_names_no_slow_host():
-    values = {name: value for name, value in json.loads(summary().to_line()).items() if "slow_host" not in name}
-    assert SummaryRecord.from_json(values).slow_host is None
-
-
-def test_rank_times_of_steps_that_were_given_up_are_forgotten(tmp_path):
-    write(tmp_path, StartRecord(step=0, time_unix=1.0), rank_times(10), rank_times(20))
-    write(tmp_path, StartRecord(step=10, time_unix=2.0), rank_times(20, slow=1))
-    assert [(record.step, record.slow_host) for record in load_metrics(tmp_path).rank_times] == [
-        (10, None),
-        (20, "node1"),
-    ]

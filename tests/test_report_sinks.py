@@ -1,6 +1,5 @@
 """Sinks: TensorBoard events that TensorBoard reads, a resume that hides the cut part, W&B that is missing."""
 
-import json
 import resource
 import subprocess
 import sys
@@ -129,15 +128,6 @@ def test_tensorboard_shows_a_resumed_run_as_one_curve(tmp_path):
     assert [record.step for record in load_metrics(tmp_path).train] == [10, 20, 35]
 
 
-def test_tensorboard_shows_a_run_that_began_again_as_one_curve(tmp_path):
-    # Before its first checkpoint a run that has crashed begins at step 0 again.
-    run(tmp_path, 0, {0: 5.0, 10: 4.0, 20: 3.0})
-    run(tmp_path, 0, {0: 5.5, 10: 4.5})
-
-    assert tensorboard_scalars(tmp_path, "train/loss") == {0: 5.5, 10: 4.5}
-    assert [record.step for record in load_metrics(tmp_path).train] == [0, 10]
-
-
 def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
     went = {"spike_step": 21, "first_sample": 10, "num_samples": 11, "rewinds": 1, "time_s": 0.1, "warnings": ()}
     with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
@@ -150,27 +140,6 @@ def test_tensorboard_shows_a_run_that_went_back_as_one_curve(tmp_path):
 
     assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0, 20: 2.0}
     assert [record.step for record in load_metrics(tmp_path).train] == [10, 20]
-
-
-def test_the_lines_are_the_records_in_order(tmp_path):
-    run(tmp_path, 0, {10: 4.0}, tensorboard=False)
-
-    lines = [json.loads(line) for line in metrics_path(tmp_path).read_text().splitlines()]
-    assert [line["kind"] for line in lines] == ["start", "train", "validation", "summary"]
-    assert not (tmp_path / "tensorboard").exists()
-
-
-def test_what_was_logged_is_on_disk_when_the_run_is_interrupted(tmp_path):
-    def interrupted_run():
-        with MetricsSinks(tmp_path, logging_config(), "test", start_step=0) as sinks:
-            sinks.write(train_record(10, 4.0))
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        interrupted_run()
-
-    assert tensorboard_scalars(tmp_path, "train/loss") == {10: 4.0}
-    assert [record.step for record in load_metrics(tmp_path).train] == [10]
 
 
 def test_wandb_that_is_not_installed_is_refused_and_leaves_the_history_alone(tmp_path, monkeypatch):

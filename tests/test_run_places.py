@@ -202,26 +202,6 @@ def test_a_run_directory_that_is_linked_from_its_old_place_goes_on(start, tmp_pa
     assert not (run_dir / "lock").exists()
 
 
-ROTATIONS = {
-    "deleted": lambda path: path.unlink(),
-    "renamed": lambda path: path.rename(path.with_name("metrics.jsonl.1")),
-    "replaced by a link": lambda path: (path.unlink(), path.symlink_to("gone")),
-    "renamed and made anew": lambda path: (path.rename(path.with_name("metrics.jsonl.1")), path.touch()),
-    "written by an editor": lambda path: write_file(path, path.read_text()),
-}
-
-
-@pytest.mark.parametrize("how", ROTATIONS)
-def test_a_log_that_was_rotated_or_deleted_is_whole_at_the_end(how, start, tmp_path, capsys):
-    path = metrics_path(tmp_path / "run")
-    start(lambda: ROTATIONS[how](path))
-    metrics = load_metrics(tmp_path / "run")
-    assert [record.step for record in metrics.train] == [1, 2, 3, 4, 5, 6]
-    assert metrics.summary is not None
-    said = " ".join(capsys.readouterr().out.split())
-    assert said.count(f"warning: {path} was ") == 1
-
-
 def test_checkpoints_that_were_replaced_are_missed_and_deleted_ones_made_anew(start, tmp_path):
     checkpoints = tmp_path / "run" / "checkpoints"
 

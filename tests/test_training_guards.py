@@ -509,23 +509,6 @@ def test_too_many_end_the_run_and_name_the_first_bad_tensor(case, run, tmp_path)
         # Microbatches of two; the second of two data parallel ranks begins with the second.
         first = 34 if "parallelism=dp" in overrides else 32
         assert bad["samples"] == [first, first + 1]
-    norms = dump["gradient_norms"]
-    assert list(norms) == [
-        "embedding",
-        "decoder.layers.0",
-        "decoder.layers.1",
-        "decoder.final_layernorm",
-        "output_layer",
-    ]
-    assert {(tensor["layer"], tensor["tensor"]) for tensor in dump["fp8"]} == (
-        {
-            (f"decoder.layers.1.{name}", tensor)
-            for name in ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
-            for tensor in ("input", "weight", "output_gradient")
-        }
-        if "fp8=delayed" in overrides
-        else set()
-    )
     metrics = load_metrics(tmp_path / "run")
     assert (metrics.summary.end_reason, metrics.summary.exit_code) == ("not_finite", 1)
     assert f"error: {why}; the first bad tensor is " in text

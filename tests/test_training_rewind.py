@@ -200,7 +200,6 @@ def test_one_spike_more_than_it_may_go_back_behind_ends_the_run_with_a_dump(run)
     assert "and the run has gone back 1 times already (trainer.max_spike_rewinds=1); all tensors were finite" in text
     dump = json.loads((run.folder / "run" / "dumps" / "step_00000017.json").read_text())
     assert (dump["step"], dump["first_sample"], dump["num_samples"], dump["first_bad"]) == (17, 84, 4, None)
-    assert all(norm > 0 for norm in dump["gradient_norms"].values())
     assert run.newest("run").step == 16, "a spike was saved"
 
 

@@ -145,31 +145,17 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(s
         assert run.text().count("in hang_in_python") == 1
 
 
-SILENT = r"watchdog: rank \d on \S+ has given no sign of life for 8 s"
-UNANSWERED = r"watchdog: the store .* of rank 0 on \S+ or its launcher, has given no answer for 8 s"
-
-
-def test_a_rank_that_falls_silent_ends_the_others(start, tmp_path):
-    # Which rank, its fault, where the store is, what the other says, and what its own stack shows.
-    cases = {
-        "stopped": (1, "stop_at_step", {}, SILENT, ""),
-        "in C": (1, "hold_interpreter_at_step", {}, SILENT, "in hang_in_c"),
-        "stopped with the store": (0, "stop_at_step", store_in_rank_zero(), UNANSWERED, ""),
-    }
-    runs = {
-        name: start(num_ranks=2, faults={rank: [fault, 3]}, folder=tmp_path / name.replace(" ", "_"), env=env)
-        for name, (rank, fault, env, _, _) in cases.items()
-    }
+@pytest.mark.parametrize(("fault", "own"), [("stop_at_step", ""), ("hold_interpreter_at_step", "in hang_in_c")])
+def test_a_rank_that_falls_silent_ends_the_others(fault, own, start, tmp_path):
+    run = start(num_ranks=2, faults={1: [fault, 3]})
     deadline = time.monotonic() + WAIT_S
-    for name, (rank, _, _, told, own) in cases.items():
-        run, folder = runs[name], tmp_path / name.replace(" ", "_")
-        while 1 - rank not in run.codes:
-            assert time.monotonic() < deadline, run.text()
-            assert not run.poll(), "the silent rank cannot end itself"
-            time.sleep(0.05)
-        assert run.codes[1 - rank] == EXIT_CODE
-        assert re.search(told, stacks(folder, 1 - rank))
-        assert own in stacks(folder, rank)
+    while 0 not in run.codes:
+        assert time.monotonic() < deadline, run.text()
+        assert not run.poll(), "the silent rank cannot end itself"
+        time.sleep(0.05)
+    assert run.codes[0] == EXIT_CODE
+    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 8 s", stacks(tmp_path, 0))
+    assert own in stacks(tmp_path, 1)
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):

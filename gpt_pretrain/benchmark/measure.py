@@ -13,10 +13,8 @@ machine, in a process of their own.
 """
 
 import platform as python_platform
-import statistics
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
@@ -27,10 +25,10 @@ import torch
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.benchmark import Timer
 
-from gpt_pretrain.benchmark.results import IDLE, GemmCeiling, Machine, Part, kernel_kind
+from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import write_file
@@ -116,8 +114,6 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
 
 # Large enough to fill a GPU; on a CPU small enough for a second.
 _SIDE_GPU, _SIDE_CPU = 8192, 512
-# Products between two readings of the clock, and readings including the warm-up.
-_PRODUCTS, _READINGS = 20, 6
 _NUM_KERNELS = 15
 
 
@@ -128,7 +124,6 @@ class StepProfiler:
     """
 
     def __init__(self, trace: Path, kernels: Path, num_steps: int, *, cuda: bool) -> None:
-        self.parts: tuple[Part, ...] = ()
         self._trace, self._kernels = trace, kernels
         self._num_steps = num_steps
         self._cuda = cuda
@@ -146,8 +141,6 @@ class StepProfiler:
             order = "self_cuda_time_total" if self._cuda else "self_cpu_time_total"
             table = self._profile.key_averages().table(sort_by=order, row_limit=_NUM_KERNELS)
             write_file(self._kernels, table, wait_for_disk=False)
-            if self._cuda:
-                self.parts = parts_of_a_step(self._profile.events(), self._num_steps)
 
 
 class Stopwatch:
@@ -160,7 +153,6 @@ class Stopwatch:
         self.step_times_s: list[float] = []
         self.memory_gib: float | None = None
         self.loss: float | None = None
-        self.losses: tuple[float, ...] = ()
         self.squared_lengths: float | None = None
         """Sum of the squared lengths of a timed step's documents, the mean; None where they see each other."""
         self._benchmark = benchmark
@@ -176,9 +168,9 @@ class Stopwatch:
         if step == 1:
             torch.cuda.synchronize()
             self.first_step_s = time.time() - self._launched_unix
-        if result is not None and step <= self._last:
-            self._results.append(result)
         timed = step - self._benchmark.warmup_steps
+        if result is not None and timed > 0 and step <= self._last:
+            self._results.append(result)
         if timed == 0:
             torch.cuda.synchronize()
             self._began = time.monotonic()
@@ -193,44 +185,17 @@ class Stopwatch:
         if is_last:
             self.memory_gib = memory_gib(self._platform)
             if self._results:
-                sums = torch.stack([result.loss_sum_and_tokens for result in self._results]).cpu()
-                self.loss = mean_loss(sums[-self._benchmark.interval :].sum(dim=0))
-                self.losses = tuple(map(mean_loss, sums))
-                timed = self._results[self._benchmark.warmup_steps :]
-                squares = [result.squared_lengths for result in timed if result.squared_lengths is not None]
+                last = [result.loss_sum_and_tokens for result in self._results[-self._benchmark.interval :]]
+                self.loss = mean_loss(torch.stack(last).sum(dim=0))
+                squares = [each.squared_lengths for each in self._results if each.squared_lengths is not None]
                 self.squared_lengths = torch.cat(squares).mean().item() if squares else None
         self._began = time.monotonic()
 
 
-def parts_of_a_step(events: Sequence[Any], num_steps: int) -> tuple[Part, ...]:
-    """The time of a GPU's kernels by kind, and its idle time, longest first.
-
-    `events` are torch's single events of `num_steps` steps (`FunctionEvent`), in microseconds.
-    """
-    kernels = sorted(
-        (event for event in events if event.device_type == DeviceType.CUDA and not event.is_user_annotation),
-        key=lambda event: event.time_range.start,
-    )
-    times: Counter[str] = Counter()
-    end = kernels[0].time_range.start if kernels else 0.0
-    for kernel in kernels:
-        times[kernel_kind(kernel.name)] += kernel.time_range.end - kernel.time_range.start
-        times[IDLE] += max(0.0, kernel.time_range.start - end)
-        end = max(end, kernel.time_range.end)
-    return tuple(Part(kind=kind, time_ms=time / num_steps / 1e3) for kind, time in times.most_common())
-
-
-def _tflops(product: Callable[[], object], side: int, num_products: int) -> float:
+def _tflops(product: Callable[[], object], side: int) -> float:
     """Median TFLOP/s of a square product: 2·side³ operations each."""
-    seconds = []
-    for _ in range(_READINGS):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        for _ in range(num_products):
-            product()
-        torch.cuda.synchronize()
-        seconds.append((time.perf_counter() - began) / num_products)
-    return 2 * side**3 / statistics.median(seconds[1:]) / 1e12
+    timer = Timer("product()", globals={"product": product}, num_threads=torch.get_num_threads())
+    return 2 * side**3 / timer.blocked_autorange().median / 1e12
 
 
 def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
@@ -238,11 +203,11 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
 
     FP8 is E4M3 times E4M3 with one scale per tensor and fast accumulation into BF16, as in a forward pass.
     """
-    side, num_products = (_SIDE_GPU, _PRODUCTS) if platform.cuda else (_SIDE_CPU, 1)
+    side = _SIDE_GPU if platform.cuda else _SIDE_CPU
     ceilings = []
     for dtype in (torch.bfloat16,) if platform.cuda else (torch.float32, torch.bfloat16):
         a, b = (torch.randn(side, side, device=platform.device).to(dtype) for _ in range(2))
-        tflops = _tflops(lambda a=a, b=b: a @ b, side, num_products)  # type: ignore[misc]
+        tflops = _tflops(lambda a=a, b=b: a @ b, side)  # type: ignore[misc]
         ceilings.append(GemmCeiling(dtype=str(dtype).removeprefix("torch."), side=side, tflops=tflops))
     if platform.cuda and platform.has_fp8:
         a, b = (torch.randn(side, side, device=platform.device).to(torch.float8_e4m3fn) for _ in range(2))
@@ -252,7 +217,7 @@ def measure_gemms(platform: Platform) -> tuple[GemmCeiling, ...]:
             # Hopper multiplies only if the second operand is column-major.
             return torch._scaled_mm(a, b.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=True)
 
-        ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side, num_products)))
+        ceilings.append(GemmCeiling(dtype="fp8", side=side, tflops=_tflops(product, side)))
     return tuple(ceilings)
 
 

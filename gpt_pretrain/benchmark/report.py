@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Machine, Part, Row
-from gpt_pretrain.benchmark.worker import KERNELS, TRACE
+from gpt_pretrain.benchmark.results import MFU_FORMULA, Figures, Machine, Row
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_digits, shell_word, visible
 from gpt_pretrain.config.files import write_file
@@ -15,7 +14,7 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.report.columns import UNKNOWN, format_gib, format_loss, format_percent
 
-VERSION = 2
+VERSION = 3
 FILE_NAME, MARKDOWN = "benchmark.json", "benchmark.md"
 _DTYPES = {"bfloat16": "BF16", "float32": "FP32", "fp8": "FP8"}
 
@@ -86,11 +85,6 @@ def benchmark_markdown(benchmark: Benchmark) -> str:
     ]
     if added:
         parts.append("".join(["What a variant adds to the command line:\n\n", *added]))
-    for row in rows:
-        if row.figures is not None and row.figures.parts:
-            files = f"The trace: `{TRACE}`; the longest kernels: `{KERNELS}`."
-            parts.append(f"## Where a step of {_markdown(row.name)} goes\n\n{files}\n")
-            parts.append(_markdown_table(*table_of_parts(row.figures.parts)))
     return "\n".join(part for part in parts if part)
 
 
@@ -127,10 +121,6 @@ def format_step_ms(seconds: float) -> str:
     return f"{seconds * 1e3:.4g}" if seconds < 9.9995 else f"{seconds * 1e3:,.0f}"
 
 
-def _format_ms(time_ms: float) -> str:
-    return f"{time_ms:.3g}" if time_ms < 100 else f"{time_ms:,.0f}"
-
-
 def _ratio(value: float | None) -> str:
     return UNKNOWN if value is None else f"{value:.3f}"
 
@@ -147,7 +137,6 @@ _COLUMNS: dict[str, Callable[[Row, Figures], str]] = {
     "loss": lambda _, figures: format_loss(figures.loss),
     "speed ratio": lambda row, _: _ratio(row.speed_ratio),
     "memory ratio": lambda row, _: _ratio(row.memory_ratio),
-    "loss apart": lambda row, _: UNKNOWN if row.loss_difference is None else f"{row.loss_difference:.2%}",
 }
 
 
@@ -160,13 +149,6 @@ def table_of_rows(rows: Sequence[Row]) -> tuple[Cells, list[Cells]]:
             cells = [cell(row, row.figures) for cell in _COLUMNS.values()]
         lines.append([row.name, str(row.num_gpus), *cells])
     return ["variant", "ranks", *_COLUMNS], lines
-
-
-def table_of_parts(parts: Sequence[Part]) -> tuple[Cells, list[Cells]]:
-    """The kinds of work in a profiled step."""
-    total = sum(part.time_ms for part in parts) or 1.0
-    lines = [[part.kind, _format_ms(part.time_ms), format_percent(part.time_ms / total)] for part in parts]
-    return ["kind", "ms/step", "share"], lines
 
 
 def _markdown_table(titles: Cells, lines: Sequence[Cells]) -> str:

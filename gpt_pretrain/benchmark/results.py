@@ -1,7 +1,5 @@
 """What the processes of a benchmark return (as JSON files, see `worker`), and a variant's figures computed from it."""
 
-import math
-import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -10,24 +8,6 @@ from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.products import Resolved
-
-IDLE = "idle"
-OTHER = "norms, activations, loss"
-
-# Kinds of GPU kernels and the patterns of their names; the first match counts. The names are those of cuBLAS
-# (`nvjet_sm90_` and a letter per type: q and r are E4M3 and E5M2, t is BF16), CUTLASS, cuDNN, flash-attn,
-# Transformer Engine, PyTorch and NCCL.
-_PATTERNS = {
-    "communication": r"nccl|userbuffers",
-    "attention": r"sdpa|flash|fmha|fused_attn",
-    "FP8 products": r"nvjet_sm\d+_[qr]|(gemm|cutlass|wgmma).*(e4m3|e5m2)|(e4m3|e5m2).*(gemm|wgmma)",
-    "BF16 products": r"nvjet|gemm|cutlass|cublas",
-    "FP8 casts": r"amax|cast_transpose|transpose_optimized_kernel|quantize|(unary|cast).*__nv_fp8|fp8_.*_kernel",
-    "optimizer": r"multi_tensor|adam",
-    # Mostly of experts: routing, permuting and padding their rows.
-    "gathers, scatters, sorts": r"permut|sort|top_?k|row_id_map|padding|index|gather|scatter|cumsum|CatArray",
-}
-_COMPILED = {kind: re.compile(pattern, re.IGNORECASE) for kind, pattern in _PATTERNS.items()}
 
 MFU_FORMULA = "TFLOP/s × (FP8 share ÷ FP8 ceiling + the rest ÷ ceiling of the parameters' type)"
 
@@ -59,16 +39,6 @@ class Machine(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part(JsonObject):
-    """A part of a profiled GPU step: all kernels of a kind, or the time without any."""
-
-    kind: str
-    """A kind of `_PATTERNS`, `OTHER` or `IDLE`."""
-    time_ms: float
-    """Per step; of overlapping kernels each counts."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Measured(JsonObject):
     """What one rank of one process measured."""
 
@@ -80,12 +50,8 @@ class Measured(JsonObject):
     """Peak memory on this rank's GPU after the timed steps; without a GPU, the process's resident memory."""
     loss: float | None
     """Cross entropy in nats per token, mean of the last interval; null for the bare loop, which has other data."""
-    losses: tuple[float, ...]
-    """Of every step; empty for the bare loop."""
     dtype: str
     """Of parameters and of products that are not in FP8: bfloat16 or float32."""
-    parts: tuple[Part, ...]
-    """The whole step of a GPU if it was profiled, the longest part first."""
     attended: float | None = None
     """Length of the document that a token is in, on average over the timed steps; null where documents see each
     other."""
@@ -138,8 +104,6 @@ class Figures(JsonObject):
     """From launch to the end of the first step, median over the rounds."""
     loss: float | None
     """Like the fields below, rank 0's in the first round; see `Measured`."""
-    losses: tuple[float, ...]
-    parts: tuple[Part, ...]
     attended: float | None = None
 
 
@@ -158,13 +122,6 @@ class Row(JsonObject):
     speed_ratio: float | None = None
     """Tokens per second and GPU, over the first variant's."""
     memory_ratio: float | None = None
-    loss_difference: float | None = None
-    """Largest relative difference of a step's loss from the first variant's same step; infinite or NaN if one is."""
-
-
-def kernel_kind(name: str) -> str:
-    """A kind of `_PATTERNS`, or `OTHER`: kernels without a pattern are norms, activations, the loss."""
-    return next((kind for kind, pattern in _COMPILED.items() if pattern.search(name)), OTHER)
 
 
 def attainable_tflops(ceilings: Sequence[GemmCeiling], dtype: str, fp8_share: float) -> float | None:
@@ -198,14 +155,12 @@ def compute_figures(rounds: Sequence[Sequence[Measured]], run: Resolved, ceiling
         memory_gib=max(rank.memory_gib for ranks in rounds for rank in ranks),
         first_step_s=statistics.median(ranks[0].first_step_s for ranks in rounds),
         loss=first.loss,
-        losses=first.losses,
-        parts=first.parts,
         attended=first.attended,
     )
 
 
 def with_ratios(rows: Sequence[Row]) -> list[Row]:
-    """The rows with ratios to the first and differences from it, if both have figures."""
+    """The rows with ratios to the first, if both have figures."""
     first = rows[0].figures
     if first is None:
         return list(rows)
@@ -216,22 +171,6 @@ def with_ratios(rows: Sequence[Row]) -> list[Row]:
             row,
             speed_ratio=row.figures.tokens_per_s_per_gpu / first.tokens_per_s_per_gpu,
             memory_ratio=row.figures.memory_gib / first.memory_gib,
-            loss_difference=_largest_difference(row.figures.losses, first.losses),
         )
         for row in rows
     ]
-
-
-def _largest_difference(losses: Sequence[float], first: Sequence[float]) -> float | None:
-    if not losses or not first:
-        return None
-    differences = [_relative_difference(loss, other) for loss, other in zip(losses, first, strict=True)]
-    # max() depends on the order if NaN is among the numbers.
-    return math.nan if any(map(math.isnan, differences)) else max(differences)
-
-
-def _relative_difference(loss: float, other: float) -> float:
-    apart = abs(loss - other)
-    if apart == 0:
-        return 0.0
-    return apart / abs(other) if other else apart * math.inf

@@ -149,9 +149,7 @@ def _measure_run(task: Task, folder: Path, spec: RunSpec) -> Measured:
         step_times_s=tuple(watch.step_times_s),
         memory_gib=watch.memory_gib,
         loss=watch.loss,
-        losses=watch.losses,
         dtype=params_dtype(spec).value,
-        parts=() if profiler is None else profiler.parts,
         attended=None if watch.squared_lengths is None else attended_length(watch.squared_lengths, step_tokens),
     )
 

@@ -33,18 +33,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.command import refuse_launcher_and_sweep, run_with_arguments, run_with_config
-from gpt_pretrain.compare.answers import compare_runs, gate_problems, read_gate
 from gpt_pretrain.compare.comparison import Comparison, save_comparison
-from gpt_pretrain.compare.console import print_comparison
-from gpt_pretrain.compare.page import write_page
-from gpt_pretrain.compare.sources import read_run_dir, read_runs
+from gpt_pretrain.compare.gate import gate_problems, read_gate
 from gpt_pretrain.config.errors import ConfigError, visible
 from gpt_pretrain.config.schema import Config, GateConfig
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_contents, check_run_dir, make_run_dir
 from gpt_pretrain.report.console import console_of_width
 
-# These load Hydra, as training does; reading finished runs does without.
+# These load Hydra, as training does; reading finished runs does without. Help does without numpy, too.
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
     from gpt_pretrain.rules.jobs import Job
@@ -74,12 +71,17 @@ def compare_finished(arguments: FinishedRuns, command: str) -> int:
         raise ConfigError(problems)
     if arguments.run_dir is not None:
         check_contents(arguments.run_dir, "a comparison")
+    from gpt_pretrain.compare.answers import compare_runs
+    from gpt_pretrain.compare.sources import read_runs
+
     comparison = compare_runs(read_runs(arguments.runs), command=command, gate=read_gate(arguments.compare))
     return _publish(comparison, make_run_dir(arguments.run_dir, "compare"))
 
 
 def train_and_compare(request: "Request", config: Config, command: str) -> int:
     """Trains the variants and compares what is finished; returns the exit code."""
+    from gpt_pretrain.compare.answers import compare_runs
+    from gpt_pretrain.compare.sources import read_run_dir
     from gpt_pretrain.compare.training import train_variants
 
     check_run_dir(config, "a comparison")
@@ -98,6 +100,9 @@ def train_and_compare(request: "Request", config: Config, command: str) -> int:
 
 def _publish(comparison: Comparison, directory: Path) -> int:
     """Prints and writes a comparison; returns 0, or 4 if the gate is missed."""
+    from gpt_pretrain.compare.console import print_comparison
+    from gpt_pretrain.compare.page import write_page
+
     print_comparison(comparison, console_of_width(_WIDTH))
     for write in (save_comparison, write_page):
         sys.stdout.write(f"written: {visible(str(write(comparison, directory)))}\n")

@@ -2,13 +2,9 @@
 
 A verdict depends on the whole interval of the loss gap (a test of non-inferiority, Schuirmann 1987). A gap within the
 noise may still be real: if the noise exceeds the gap that counts, nobody can tell.
-
-The gate is for scripts. Only the whole confidence interval meets a demand, so one that cannot be answered is missed.
 """
 
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import date
 from decimal import Decimal
@@ -24,18 +20,16 @@ from gpt_pretrain.compare.comparison import (
     Interval,
     Judgement,
     Obstacle,
-    OutOfRangeTensor,
     RunRecord,
     TimeToLoss,
 )
 from gpt_pretrain.compare.curves import WINDOW, Incomparable, Pair, diverged, relative
+from gpt_pretrain.compare.gate import missed_demands
 from gpt_pretrain.compare.intervals import CONFIDENCE
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.schema import GateConfig
 
 # The largest relative gap that is as good, unless compare.max_loss_gap is given.
 ALLOWED_GAP = 0.005
-_NUM_TENSORS = 5
 
 METHODS = (
     f"Smoothed losses are means over {WINDOW:.0%} of the tokens that all compared runs have; the final loss is the "
@@ -44,7 +38,7 @@ METHODS = (
     "share their seeds, Welch's otherwise, with one side's variance where the other has one run. They assume that "
     "the logarithms of different seeds are normal and independent. Several variants of the same seeds count as equally "
     "noisy: the noise is what neither variant nor seed explains, in all of them together (randomized blocks).",
-    "Time to loss is the GPU time at which the smoothed loss first reaches a level, by linear interpolation, without "
+    "Time to loss is the GPU time at which the smoothed loss first reaches the lowest common one, without "
     "validation, checkpoints and warm-up; ratios are of geometric means.",
     f"A gap whose whole interval lies below {100 * ALLOWED_GAP:g}%, or below compare.max_loss_gap, is as good, below "
     "zero better; above zero, and partly above that limit, worse; anything else cannot be told. No p-value is given.",
@@ -87,7 +81,7 @@ def compare_runs(runs: Sequence[RunRecord], *, command: str, gate: Gate | None) 
         beside = [of(each) for each in variants[1:] if each != variant and not found[each]]
         answers.append(_compare_variant(of(variant), of(baseline), beside, allowed=allowed))
     if gate is not None:
-        gate = replace(gate, missed=tuple(problem for answer in answers for problem in _missed(answer, gate)))
+        gate = replace(gate, missed=tuple(problem for answer in answers for problem in missed_demands(answer, gate)))
     return Comparison(
         version=VERSION,
         date=date.today().isoformat(),
@@ -152,13 +146,13 @@ def _compare_variant(
         loss_gap=gap,
         noise_from=pair.noise_from,
         gap_curve=pair.gap_curve(),
-        times=() if silent else tuple(pair.times()),
+        time_to_loss=pair.time_to_loss(),
     )
     return _with_sentence(answer, gap, baseline, allowed)
 
 
 def _with_sentence(answer: Answer, gap: Interval, baseline: str, allowed: float) -> Answer:
-    pace, is_sooner = _pace(answer.times, baseline, answer.final_losses[1])
+    pace, is_sooner = _pace(answer.time_to_loss, baseline, answer.final_losses[1])
     loss = f"final loss {_gap_text(gap)}"
     if answer.judgement != "cannot_tell":
         verb = {"as_good": "trains as well as", "better": "trains better than", "worse": "trains worse than"}
@@ -194,11 +188,11 @@ def _gap_text(gap: Interval) -> str:
     return f"{value} ({width})"
 
 
-def _pace(times: Sequence[TimeToLoss], baseline: str, final_loss: float) -> tuple[str, bool]:
+def _pace(time: TimeToLoss | None, baseline: str, final_loss: float) -> tuple[str, bool]:
     """How soon the lowest common loss is reached, empty if times are unknown, and whether it is no later."""
-    if not times:
+    if time is None:
         return "", False
-    ratio, loss = times[-1].speedup, times[-1].loss
+    ratio, loss = time.speedup, time.loss
     # With several seeds, the level is the highest of their final losses.
     what = f"{baseline}'s final loss, {loss:.4g}," if loss <= 1.001 * final_loss else f"a loss of {loss:.4g}"
     if ratio.value >= 1:
@@ -228,7 +222,6 @@ def _figures(runs: Sequence[RunRecord]) -> Figures:
         memory_gib=max((run.memory_gib for run in runs if run.memory_gib is not None), default=None),
         skipped_steps=sum(skipped) if skipped else None,
         fp8_share=_mean([run.fp8_share for run in runs]),
-        hurts=tuple(out_of_range_tensors(runs)),
     )
 
 
@@ -236,56 +229,3 @@ def _last_loss(run: RunRecord) -> float | None:
     """Mean of the losses in this run's last window of smoothing; at least the last one."""
     losses = run.training.losses[-max(1, round(WINDOW * len(run.training.losses))) :]
     return fmean(losses) if losses else None
-
-
-def out_of_range_tensors(runs: Sequence[RunRecord]) -> list[OutOfRangeTensor]:
-    """The tensors that saturate most, and among equals flush most, by their means over steps and runs."""
-    by_tensor: dict[tuple[str, str], list[tuple[float | None, float]]] = {}
-    for tensor in (tensor for run in runs for record in run.fp8 for tensor in record.tensors):
-        by_tensor.setdefault((tensor.layer, tensor.tensor), []).append((tensor.saturated, tensor.flushed))
-    tensors = [
-        OutOfRangeTensor(
-            layer=layer,
-            tensor=tensor,
-            saturated=_mean([saturated for saturated, _ in shares]),
-            flushed=fmean(flushed for _, flushed in shares),
-        )
-        for (layer, tensor), shares in by_tensor.items()
-    ]
-    return sorted(tensors, key=lambda each: (each.saturated or 0.0, each.flushed), reverse=True)[:_NUM_TENSORS]
-
-
-def gate_problems(config: GateConfig) -> Iterator[str]:
-    """Problems of the gate's keys."""
-    text = config.max_loss_gap
-    if text is not None and not (re.fullmatch(r"\d+(\.\d+)?%", text) and math.isfinite(float(text[:-1]))):
-        number = re.fullmatch(r"\d+(\.\d+)?", text)
-        meant = f"{text}%" if number else "0.5%"
-        yield f"compare.max_loss_gap={text} is not a percentage; write compare.max_loss_gap={meant}"
-    if config.min_speedup is not None and not (config.min_speedup > 0 and math.isfinite(config.min_speedup)):
-        yield f"compare.min_speedup={config.min_speedup:g} is not a ratio of times; use a number above 0, such as 1.2"
-
-
-def read_gate(config: GateConfig) -> Gate | None:
-    """The demands of a configuration without `gate_problems`, if it has any."""
-    text, least = config.max_loss_gap, config.min_speedup
-    if text is None and least is None:
-        return None
-    return Gate(max_loss_gap=None if text is None else float(text.removesuffix("%")) / 100, min_speedup=least)
-
-
-def _missed(answer: Answer, gate: Gate) -> Iterator[str]:
-    limit, gap = gate.max_loss_gap, answer.loss_gap
-    if limit is not None:
-        key = f"{answer.variant}: compare.max_loss_gap={100 * limit:g}%"
-        if gap is None or gap.high is None:
-            yield f"{key} is not shown: {answer.sentence}"
-        elif gap.high > limit:
-            yield f"{key} is missed: the gap is {100 * gap.value:+.2f}%, its interval reaches {100 * gap.high:+.2f}%"
-    least, speedup = gate.min_speedup, answer.speedup
-    if least is not None:
-        key = f"{answer.variant}: compare.min_speedup={least:g}"
-        if speedup is None or speedup.low is None:
-            yield f"{key} is not shown: {'no time to loss' if speedup is None else 'one run each shows no spread'}"
-        elif speedup.low < least:
-            yield f"{key} is missed: the speedup is {speedup.value:.3f}, its interval begins at {speedup.low:.3f}"

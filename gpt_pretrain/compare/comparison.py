@@ -17,9 +17,8 @@ from typing import Literal
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import JsonObject
-from gpt_pretrain.report.records import Fp8Record
 
-VERSION = 2
+VERSION = 3
 FILE_NAME = "compare.json"
 
 Format = Literal["gpt_pretrain", "megatron", "torchtitan", "tensorboard"]
@@ -68,8 +67,6 @@ class RunRecord(JsonObject):
     """Steps that updated nothing because loss, gradient or FP8 tensors were not finite."""
     fp8_share: float | None = None
     """Share of the matrix products' FLOPs that ran in FP8, 0 to 1."""
-    fp8: tuple[Fp8Record, ...]
-    """Statistics of FP8 tensors at the steps that logged them."""
     configuration: Mapping[str, str]
     """Values by key, under our names where we have one."""
     versions: str | None = None
@@ -111,18 +108,6 @@ class Interval(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OutOfRangeTensor(JsonObject):
-    """How FP8 treats one tensor: means over the logged steps of all runs of a variant."""
-
-    layer: str
-    tensor: str
-    saturated: float | None
-    """Share of values beyond the format's largest magnitude."""
-    flushed: float
-    """Share of values that are zero in FP8."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Figures(JsonObject):
     """What a variant's runs measured."""
 
@@ -137,8 +122,6 @@ class Figures(JsonObject):
     skipped_steps: int | None
     """Sum over the runs."""
     fp8_share: float | None
-    hurts: tuple[OutOfRangeTensor, ...]
-    """The tensors that FP8 treats worst, worst first; empty without statistics."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,15 +163,15 @@ class Answer(JsonObject):
     """The variant's final loss ÷ the baseline's − 1."""
     noise_from: NoiseSource = "none"
     gap_curve: GapCurve = GapCurve()
-    times: tuple[TimeToLoss, ...] = ()
-    """From the highest loss to the lowest that all runs reached."""
+    time_to_loss: TimeToLoss | None = None
+    """To the lowest loss that all runs reached."""
     throughput_ratio: float | None = None
     """Tokens/s per GPU, variant ÷ baseline."""
 
     @property
     def speedup(self) -> Interval | None:
-        """At the lowest loss that all runs reached."""
-        return self.times[-1].speedup if self.times else None
+        """To the lowest loss that all runs reached."""
+        return None if self.time_to_loss is None else self.time_to_loss.speedup
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

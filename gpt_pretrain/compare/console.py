@@ -35,10 +35,6 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     # The baseline has no answer.
     pairs = zip(comparison.figures, (None, *comparison.answers), strict=True)
     _print_table(console, f"against {comparison.baseline}", _HEADINGS, [[*_cells(*pair)] for pair in pairs])
-    for figures in comparison.figures:
-        for tensor in figures.hurts:
-            shares = f"{format_share(tensor.saturated)} saturated, {format_share(tensor.flushed)} flushed to zero"
-            say(f"{figures.variant}: {tensor.layer} {tensor.tensor}: {shares}", "dim")
     for answer in comparison.answers:
         say(answer.sentence, _STYLES[answer.judgement])
         for reason in answer.reasons:

@@ -20,13 +20,12 @@ from gpt_pretrain.config.errors import UserError
 
 # No code prints longer lines; a pattern may take quadratic time.
 _MAX_LINE = 1 << 13
-_MAX_NUMBER = 60
 # And whatever else steers a terminal (ECMA-48), such as erasing the line.
 _COLORS = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
-_NUMBER = r"[-+]?(?:\d[\d,]*\.?\d*(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)"
+_COUNT = r"\d{1,15}"
 
-_MEGATRON = re.compile(r"\biteration +(\d+)/ *(\d+) \|")
-_TITAN = re.compile(r"(?<!validate )\bstep: +(\d+) +loss:")
+_MEGATRON = re.compile(rf"\biteration +({_COUNT})/ *({_COUNT}) \|")
+_TITAN = re.compile(rf"(?<!validate )\bstep: +({_COUNT}) +loss:")
 
 # torchrun's and srun's.
 _RANK = re.compile(r"\s*(?:\[[a-z]+\d+\]:|\d+: )")
@@ -51,32 +50,11 @@ _ARGUMENTS = {
 _ARGUMENT = re.compile(r"^ *(?:\[[^\]]*\]:? *)?(\w+) \.{3,} (.+)$")
 
 
-class _Damaged(Exception):
-    """A line that starts like one of a format but continues differently."""
-
-
-def _number(text: str | None) -> float:
-    if text is None or len(text) > _MAX_NUMBER or not re.fullmatch(_NUMBER, text.strip(), re.IGNORECASE):
-        raise _Damaged
-    return float(text.strip().replace(",", ""))
-
-
-def _above_zero(text: str | None) -> float:
-    number = _number(text)
+def _above_zero(text: str) -> float:
+    number = float(text.replace(",", ""))
     if not 0 < number < math.inf:
-        raise _Damaged
+        raise ValueError(text)
     return number
-
-
-def _whole(text: str | None, *, least: int = 0, below: int = 1 << 53) -> int:
-    number = _number(text)
-    if not least <= number < below:
-        raise _Damaged
-    return int(number)
-
-
-def _gpus(text: str) -> int:
-    return _whole(text, least=1, below=1 << 20)
 
 
 def _pairs(text: str) -> dict[str, str]:
@@ -88,55 +66,48 @@ def _pairs(text: str) -> dict[str, str]:
 def _read_megatron(series: Series, line: str) -> None:
     if match := _MEGATRON.search(line):
         values = _pairs(line[match.end() :])
-        milliseconds = _above_zero(values.get("elapsed time per iteration (ms)"))
-        if "lm loss" in values:
-            samples = _whole(values["consumed samples"]) if "consumed samples" in values else None
-            loss = _number(values["lm loss"])
-            series.add(Point(step=_whole(match[1]), loss=loss, samples=samples, step_s=milliseconds / 1000))
-        elif "number of skipped iterations" not in values:
-            # A loss is missing only if every step of the interval was skipped.
-            raise _Damaged
+        step_s = _above_zero(values["elapsed time per iteration (ms)"]) / 1000
+        skipped = values.get("number of skipped iterations")
+        # A loss is missing only if every step of the interval was skipped.
+        if "lm loss" in values or skipped is None:
+            samples = int(values["consumed samples"]) if "consumed samples" in values else None
+            series.add(Point(step=int(match[1]), loss=float(values["lm loss"]), samples=samples, step_s=step_s))
         if "global batch size" in values:
-            series.settings["model.global_batch_size"] = str(_whole(values["global batch size"]))
-        series.max_steps = _whole(match[2])
-        if "number of skipped iterations" in values:
-            series.skipped_steps = (series.skipped_steps or 0) + _whole(values["number of skipped iterations"])
-    elif match := re.search(rf"validation loss at iteration (\d+) .*?lm loss value: ({_NUMBER})", line):
-        series.validation[_whole(match[1])] = _number(match[2])
+            series.settings["model.global_batch_size"] = values["global batch size"]
+        series.max_steps = int(match[2])
+        if skipped is not None:
+            series.skipped_steps = (series.skipped_steps or 0) + int(skipped)
+    elif match := re.search(rf"validation loss at iteration ({_COUNT}) .*?lm loss value: (\S+)", line):
+        series.validation[int(match[1])] = float(match[2])
     elif match := re.search(r"\bmax allocated: ([\d.]+)", line):
-        series.memory_gib = max(series.memory_gib or 0.0, _number(match[1]) / 1024)
+        series.memory_gib = max(series.memory_gib or 0.0, float(match[1]) / 1024)
     elif match := _ARGUMENT.match(line):
         if match[1] in _ARGUMENTS:
             series.settings[_ARGUMENTS[match[1]]] = match[2].strip()
         if match[1] == "world_size":
-            series.num_gpus = _gpus(match[2])
-    elif match := re.search(r"using world size: (\d+)", line):
-        series.num_gpus = _gpus(match[1])
+            series.num_gpus = round(_above_zero(match[2]))
 
 
 def _read_torchtitan(series: Series, line: str) -> None:
     if match := _TITAN.search(line):
         values = dict(re.findall(r"(\w+): +(\S+)", line[match.start() :]))
-        memory = re.search(r"memory: *([\d.]+)GiB", line)
-        if memory is None:
-            raise _Damaged
-        rate = _above_zero(values.get("tps"))
-        series.memory_gib = max(series.memory_gib or 0.0, _number(memory[1]))
-        series.add(Point(step=_whole(match[1]), loss=_number(values.get("loss")), tokens_per_s_per_gpu=rate))
-    elif match := re.search(rf"validate step: +(\d+) +loss: +({_NUMBER})", line):
-        series.validation[_whole(match[1])] = _number(match[2])
+        rate, memory = _above_zero(values["tps"]), float(values["memory"].partition("GiB")[0])
+        series.memory_gib = max(series.memory_gib or 0.0, memory)
+        series.add(Point(step=int(match[1]), loss=float(values["loss"]), tokens_per_s_per_gpu=rate))
+    elif match := re.search(rf"validate step: +({_COUNT}) +loss: +(\S+)", line):
+        series.validation[int(match[1])] = float(match[2])
     elif match := re.search(
-        r"local batch size (\d+), global batch size (\d+),.{,200}sequence length (\d+), total steps (\d+)", line
+        rf"global batch size ({_COUNT}),.{{,200}}sequence length ({_COUNT}), total steps ({_COUNT})", line
     ):
-        keys = ("model.micro_batch_size", "model.global_batch_size", "model.encoder_seq_length")
-        series.settings |= dict(zip(keys, match.groups(), strict=False))
-        series.max_steps = _whole(match[4])
+        series.settings |= {"model.global_batch_size": match[1], "model.encoder_seq_length": match[2]}
+        series.max_steps = int(match[3])
     elif match := re.search(r"Building device mesh with parallelism: (.+)", line):
-        sizes = dict(re.findall(r"(\w+)=(\d+)", match[1]))
-        series.num_gpus = prod(_gpus(sizes.get(name, "1")) for name in ("pp", "dp_replicate", "dp_shard", "cp", "tp"))
+        sizes = dict(re.findall(rf"(\w+)=({_COUNT})", match[1]))
+        axes = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+        series.num_gpus = prod(round(_above_zero(sizes.get(name, "1"))) for name in axes)
 
 
-# For each code: how the line of a step starts, what takes a line into a series or raises `_Damaged`, and a whole line.
+# For each code: how the line of a step starts, what takes a line into a series or fails, and a whole line.
 _CODES: Mapping[Format, tuple[re.Pattern[str], Callable[[Series, str], None], str]] = {
     "megatron": (
         _MEGATRON,
@@ -172,7 +143,7 @@ def read_console_log(path: Path) -> Series | None:
                 continue
         try:
             read(series, line)
-        except _Damaged:
+        except (ValueError, KeyError):
             torn = f"{path}:{number}"
     if not series.points:
         raise UserError(f"{path} has no whole line of {format_}; expected {expected}")

@@ -7,14 +7,10 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, geometric_mean
 
+import numpy as np
+
 from gpt_pretrain.compare.comparison import GapCurve, Interval, NoiseSource, RunRecord, TimeToLoss
-from gpt_pretrain.compare.intervals import (
-    Estimate,
-    Smoothed,
-    difference,
-    grid_between,
-    interpolate,
-)
+from gpt_pretrain.compare.intervals import Estimate, Smoothed, difference
 
 # Share of the compared tokens that a smoothed loss averages over.
 WINDOW = 0.05
@@ -22,8 +18,6 @@ WINDOW = 0.05
 MIN_POINTS = 20
 # In nats; far above any vocabulary's, and far from overflow.
 _MAX_LOSS = 1e6
-# The baseline's losses at these shares of training are the levels above the last.
-_LEVELS = (0.1, 0.25, 0.5, 0.75)
 _NUM_GRID, _NUM_GAPS = 400, 101
 
 
@@ -43,7 +37,7 @@ class _Curve:
         return str(self.run.seed)
 
     def gpu_seconds_at(self, x: float) -> float:
-        return interpolate(self.positions, self.run.training.gpu_seconds, x)
+        return float(np.interp(x, self.positions, self.run.training.gpu_seconds))
 
 
 def diverged(run: RunRecord) -> bool:
@@ -139,34 +133,28 @@ class Pair:
 
     def gap_curve(self) -> GapCurve:
         """The gap during training."""
-        where = grid_between(self.start, self.end, _NUM_GAPS)
+        where = np.linspace(self.start, self.end, _NUM_GAPS)
         gaps = [relative(self.gap_at(x)) for x in where]
         run = self.theirs[0].run.training
-        steps = [round(interpolate(self.theirs[0].positions, run.steps, x)) for x in where]
+        steps = np.interp(where, self.theirs[0].positions, run.steps)
         return GapCurve(
-            steps=tuple(steps),
+            steps=tuple(map(round, steps)),
             gaps=tuple(gap.value for gap in gaps),
             lows=tuple(gap.low for gap in gaps if gap.low is not None),
             highs=tuple(gap.high for gap in gaps if gap.high is not None),
         )
 
-    def times(self) -> list[TimeToLoss]:
-        """The times to each loss level that all runs reach, the highest first."""
-        lowest = max(each.smoothed.at(self.end) for each in (*self.ours, *self.theirs))
-        first = self.theirs[0].smoothed
-        span = self.end - self.start
-        levels = [first.at(self.start + share * span) for share in _LEVELS]
-        grid = grid_between(self.start, self.end, _NUM_GRID)
-        times = [self._time_to(level, grid) for level in (*(each for each in levels if each > lowest), lowest)]
-        return [time for time in times if time is not None]
+    def time_to_loss(self) -> TimeToLoss | None:
+        """The times to the lowest loss that all runs reach; None if a run tells no times or starts below it."""
+        loss = max(each.smoothed.at(self.end) for each in (*self.ours, *self.theirs))
+        grid = np.linspace(self.start, self.end, _NUM_GRID)
 
-    def _time_to(self, level: float, grid: Sequence[float]) -> TimeToLoss | None:
         def times(side: Sequence[_Curve]) -> list[float] | None:
-            """Logarithms; None if a run does not reach the level or tells no times."""
+            """Logarithms; None if one is unknown."""
             known = [
                 math.log(each.gpu_seconds_at(x))
                 for each in side
-                if each.run.training.gpu_seconds and (x := each.smoothed.first_at(level, grid)) is not None
+                if each.run.training.gpu_seconds and (x := each.smoothed.first_at(loss, grid)) is not None
             ]
             return known if len(known) == len(side) else None
 
@@ -174,12 +162,11 @@ class Pair:
         if ours is None or theirs is None:
             return None
         beside = [known for side in self.beside if (known := times(side)) is not None]
-        estimate = difference(theirs, ours, paired=self.paired, beside=beside)
         return TimeToLoss(
-            loss=level,
+            loss=loss,
             baseline_gpu_s=math.exp(fmean(theirs)),
             gpu_s=math.exp(fmean(ours)),
-            speedup=ratio(estimate),
+            speedup=ratio(difference(theirs, ours, paired=self.paired, beside=beside)),
         )
 
 

@@ -1,6 +1,6 @@
 """TensorBoard's event files: metrics by name and step, one run per folder.
 
-`_NAMES` has the metrics' names in our runs, Megatron-LM, NeMo, torchtitan, transformers and nanoGPT.
+`_NAMES` has the metrics' names in our runs, Megatron-LM and torchtitan, and plain ones.
 """
 
 import math
@@ -15,31 +15,14 @@ type Columns = dict[str, dict[int, float]]
 """Metric → step → value."""
 
 _NAMES = {
-    "loss": (
-        "train/loss",
-        "lm loss",
-        "loss_metrics/global_avg_loss",
-        "reduced_train_loss",
-        "train_loss",
-        "training_loss",
-        "loss",
-    ),
-    "validation": (
-        "validation/loss",
-        "lm loss validation",
-        "validation_metrics/loss",
-        "val_loss",
-        "val/loss",
-        "eval/loss",
-        "eval_loss",
-        "validation_loss",
-    ),
-    "tokens": ("train/consumed_tokens", "ntokens_seen", "consumed_tokens", "train/tokens"),
-    "samples": ("train/consumed_samples", "consumed_samples"),
+    "loss": ("train/loss", "lm loss", "loss_metrics/global_avg_loss", "train_loss", "loss"),
+    "validation": ("validation/loss", "lm loss validation", "validation_metrics/loss", "val_loss", "eval_loss"),
+    "tokens": ("train/consumed_tokens", "ntokens_seen"),
+    "samples": ("train/consumed_samples",),
     "rate": ("train/tokens_per_s_per_gpu", "throughput(tps)"),
     "all GPUs": ("train/tokens_per_s",),
     "num_gpus": ("world-size",),
-    "step_s": ("train/step_time_s", "train_step_timing in s", "train_step_timing", "iteration-time"),
+    "step_s": ("train/step_time_s", "iteration-time"),
     "memory": ("train/memory_gib", "memory/max_reserved(GiB)"),
     "skipped": ("train/skipped_steps",),
 }

@@ -11,37 +11,27 @@ logarithms of the runs' values are independent and normal. No p-value is compute
 """
 
 import math
-from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
-from statistics import NormalDist, fmean, variance
+from statistics import fmean, variance
+
+import numpy as np
+from numpy.typing import NDArray
 
 CONFIDENCE = 0.95
-# Of Simpson's rule; even.
-_NUM_PARTS = 512
 
 
 @cache
-def t_quantile(confidence: float, freedom: float) -> float:
-    """Half width of a two-sided Student interval in standard errors, to nine digits.
-
-    The degrees of `freedom` are at least 1 and need not be whole.
-    """
+def t_quantile(freedom: float) -> float:
+    """Half width of a two-sided Student interval in standard errors; `freedom` is at least 1 and need not be whole."""
     # With T = √ν·tan θ the density of θ is a power of its cosine (Abramowitz & Stegun 26.7):
-    # P(|T| ≤ t) = 2Γ((ν+1)/2) / (√π·Γ(ν/2)) · ∫ cos^(ν−1) θ dθ, from 0 to atan(t/√ν).
+    # P(|T| ≤ t) = 2Γ((ν+1)/2) / (√π·Γ(ν/2)) · ∫ cos^(ν−1) θ dθ, from 0 to atan(t/√ν). No quantile exceeds 12.8.
     front = 2 * math.exp(math.lgamma((freedom + 1) / 2) - math.lgamma(freedom / 2)) / math.sqrt(math.pi)
-    # P is concave, so Newton's method rises to the quantile from the normal distribution's, which is below it.
-    t, step = NormalDist().inv_cdf((1 + confidence) / 2), math.inf
-    while step > 1e-12 * t:
-        width = math.atan(t / math.sqrt(freedom)) / _NUM_PARTS
-        powers = [math.cos(index * width) ** (freedom - 1) for index in range(_NUM_PARTS + 1)]
-        simpson = powers[0] + 4 * math.fsum(powers[1::2]) + 2 * math.fsum(powers[2:-1:2]) + powers[-1]
-        density = front / math.sqrt(freedom) * (1 + t * t / freedom) ** (-(freedom + 1) / 2)
-        step = (confidence - front * simpson * width / 3) / density
-        t += step
-    return t
+    theta, step = np.linspace(0, math.atan(12.8 / math.sqrt(freedom)), 100_001, retstep=True)
+    density = front * np.cos(theta) ** (freedom - 1)
+    shares = np.concatenate([[0], np.cumsum((density[1:] + density[:-1]) / 2 * step)])
+    return math.sqrt(freedom) * math.tan(np.interp(CONFIDENCE, shares, theta))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,20 +70,20 @@ def difference(
     value = fmean(ours) - fmean(theirs)
     if paired:
         residual, num_free = _residual_variance([ours, theirs, *beside])
-        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, num_free) * math.sqrt(2 * residual / len(ours)))
+        return Estimate(value=value, half_width=t_quantile(num_free) * math.sqrt(2 * residual / len(ours)))
     sides = [side for side in (ours, theirs) if len(side) > 1]
     if not sides:
         return Estimate(value=value, half_width=None)
     if len(sides) == 1:
         (side,) = sides
         error = math.sqrt(variance(side) * (1 / len(ours) + 1 / len(theirs)))
-        return Estimate(value=value, half_width=t_quantile(CONFIDENCE, len(side) - 1) * error)
+        return Estimate(value=value, half_width=t_quantile(len(side) - 1) * error)
     shares = [variance(side) / len(side) for side in sides]
     if not sum(shares):
         return Estimate(value=value, half_width=0.0)
     # Welch and Satterthwaite's degrees of freedom.
     freedom = sum(shares) ** 2 / sum(share**2 / (len(side) - 1) for share, side in zip(shares, sides, strict=True))
-    return Estimate(value=value, half_width=t_quantile(CONFIDENCE, freedom) * math.sqrt(sum(shares)))
+    return Estimate(value=value, half_width=t_quantile(freedom) * math.sqrt(sum(shares)))
 
 
 class Smoothed:
@@ -105,48 +95,25 @@ class Smoothed:
     """
 
     def __init__(self, points: Sequence[tuple[float, float]], window: float) -> None:
-        self._edges = [max(0.0, 2 * points[0][0] - points[1][0]), *(float(x) for x, _ in points)]
-        self._sums = [0.0]
-        for (before, x), (_, loss) in zip(pairwise(self._edges), points, strict=True):
-            self._sums.append(self._sums[-1] + (x - before) * loss)
+        where, losses = np.array(points, dtype=float).T
+        self._edges = np.concatenate([[max(0.0, 2 * where[0] - where[1])], where])
+        self._sums = np.concatenate([[0.0], np.cumsum(np.diff(self._edges) * losses)])
         self._half = window / 2
         # The positions with a whole window around them.
-        self.start, self.end = self._edges[0] + self._half, self._edges[-1] - self._half
+        self.start, self.end = float(self._edges[0]) + self._half, float(self._edges[-1]) - self._half
 
     def at(self, x: float) -> float:
         """The smoothed loss at a position from `start` to `end`."""
-        return (self._integral(x + self._half) - self._integral(x - self._half)) / (2 * self._half)
+        before, after = np.interp([x - self._half, x + self._half], self._edges, self._sums)
+        return float(after - before) / (2 * self._half)
 
-    def _integral(self, x: float) -> float:
-        return interpolate(self._edges, self._sums, x)
-
-    def first_at(self, level: float, grid: Sequence[float]) -> float | None:
+    def first_at(self, level: float, grid: NDArray[np.float64]) -> float | None:
         """The first position at which the smoothed loss is down to a level, by linear interpolation on a rising grid.
 
         None if the loss stays above the level, or is not above it at the start.
         """
-        above = self.at(grid[0])
-        if above <= level:
+        losses = np.array([self.at(x) for x in grid])
+        first = int(np.argmax(losses <= level))
+        if first == 0:
             return None
-        for before, x in pairwise(grid):
-            below = self.at(x)
-            if below <= level:
-                return before + (x - before) * (above - level) / (above - below)
-            above = below
-        return None
-
-
-def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Linear interpolation at `x`, constant beyond both ends; of equal xs the last counts."""
-    if x <= xs[0]:
-        return ys[0] if x < xs[0] else ys[bisect_right(xs, x) - 1]
-    if x >= xs[-1]:
-        return ys[-1]
-    after = bisect_left(xs, x)
-    share = (x - xs[after - 1]) / (xs[after] - xs[after - 1])
-    return ys[after - 1] + share * (ys[after] - ys[after - 1])
-
-
-def grid_between(first: float, last: float, num_points: int) -> list[float]:
-    """Evenly spaced positions, both ends included."""
-    return [first + (last - first) * index / (num_points - 1) for index in range(num_points - 1)] + [last]
+        return float(np.interp(level, losses[[first, first - 1]], grid[[first, first - 1]]))

@@ -86,19 +86,17 @@ def _text(comparison: Comparison, write: Callable[[Comparison, Console], None]) 
 
 
 def build_plots(comparison: Comparison) -> Iterator[Figure]:
-    """The plots, of which some may have no data: losses, the gap along the way, and the times to losses."""
+    """The plots, of which some may have no data: losses, and the gap along the way."""
     variants = list(dict.fromkeys(run.variant for run in comparison.runs))
     colors = {variant: _COLORS[index % len(_COLORS)] for index, variant in enumerate(variants)}
     for kind in ("training", "validation"):
         yield _losses(comparison, kind, colors)
     gaps = [trace for answer in comparison.answers for trace in _gap(answer, colors[answer.variant])]
     yield _plot("gap", gaps, "steps", f"loss against {comparison.baseline} (%)")
-    times = [_times(answer, colors[answer.variant]) for answer in comparison.answers if answer.times]
-    yield _plot("times", times, "loss (nats per token)", "times sooner", autorange="reversed")
 
 
-def _plot(name: str, data: Sequence[Figure], x: str, y: str, **x_axis: object) -> Figure:
-    axes = {"xaxis": {"title": {"text": escape(x)}, **x_axis}, "yaxis": {"title": {"text": escape(y)}}}
+def _plot(name: str, data: Sequence[Figure], x: str, y: str) -> Figure:
+    axes = {"xaxis": {"title": {"text": escape(x)}}, "yaxis": {"title": {"text": escape(y)}}}
     return {"id": name, "data": data, "layout": {"title": {"text": name}, **axes}}
 
 
@@ -153,27 +151,6 @@ def _gap(answer: Answer, color: str) -> Iterator[Figure]:
         yield {**edge, "y": _percents(curve.highs), "fill": "tonexty", "fillcolor": f"{color}30"}
     if curve.steps:
         yield {**common, "y": _percents(curve.gaps), "name": escape(answer.variant), "line": {"color": color}}
-
-
-def _times(answer: Answer, color: str) -> Figure:
-    """The speedup at each loss, with its interval."""
-    speedups = [time.speedup for time in answer.times]
-    highs = [speedup.value if speedup.high is None else speedup.high for speedup in speedups]
-    lows = [speedup.value if speedup.low is None else speedup.low for speedup in speedups]
-    values = [speedup.value for speedup in speedups]
-    return {
-        "x": _finite([time.loss for time in answer.times]),
-        "y": _finite(values),
-        "error_y": {
-            "type": "data",
-            "symmetric": False,
-            "array": _finite([high - value for high, value in zip(highs, values, strict=True)]),
-            "arrayminus": _finite([value - low for low, value in zip(lows, values, strict=True)]),
-        },
-        "name": escape(answer.variant),
-        "mode": "lines+markers",
-        "line": {"color": color},
-    }
 
 
 def _percents(shares: Sequence[float]) -> list[float | None]:

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from pathlib import Path
 
+import numpy as np
+
 from gpt_pretrain.compare.comparison import Curve, Format, RunRecord
-from gpt_pretrain.compare.intervals import interpolate
 from gpt_pretrain.config.errors import UserError, format_bytes
 from gpt_pretrain.config.files import check_regular
 from gpt_pretrain.report.columns import printable
-from gpt_pretrain.report.records import Fp8Record
 
 # Logs are not to be trusted: files beyond this are refused, not read.
 MAX_BYTES = 1 << 29
@@ -93,7 +93,6 @@ class Series:
             tokens_per_s=per_s,
             memory_gib=self.memory_gib,
             skipped_steps=self.skipped_steps,
-            fp8=(),
             configuration=as_configuration(self.settings),
         )
 
@@ -178,7 +177,7 @@ def validated(losses: Mapping[int, float], training: Curve) -> Curve:
     positions = [begin, *training.steps]
 
     def at_steps(first: float, values: Sequence[float]) -> list[float]:
-        return [interpolate(positions, [first, *values], step) for step in steps] if values else []
+        return list(np.interp(steps, positions, [first, *values])) if values else []
 
     first_tokens = training.tokens[0] * begin / training.steps[0] if training.tokens and begin > 0 else 0
     return Curve(
@@ -207,13 +206,6 @@ def thinned(curve: Curve, num_points: int) -> Curve:
         tokens=tuple(curve.tokens[end - 1] for end in ends) if curve.tokens else (),
         gpu_seconds=tuple(curve.gpu_seconds[end - 1] for end in ends) if curve.gpu_seconds else (),
     )
-
-
-def thinned_records(records: Sequence[Fp8Record]) -> tuple[Fp8Record, ...]:
-    """At most 60 steps of FP8 statistics, evenly spread and including the last."""
-    with_tensors = [record for record in records if record.tensors]
-    every = math.ceil(len(with_tensors) / 60) or 1
-    return tuple(reversed(with_tensors[::-1][::every]))
 
 
 def check_size(path: Path) -> None:

@@ -27,7 +27,6 @@ from gpt_pretrain.compare.series import (
     read_number,
     read_seed,
     thinned,
-    thinned_records,
     validated,
 )
 from gpt_pretrain.config.choices import Fp8Backend
@@ -41,8 +40,6 @@ from gpt_pretrain.report.summary import mean_tokens_per_s
 
 _FILES = "metrics.jsonl, a TensorBoard event file, or the output of Megatron-LM or torchtitan"
 _METRICS = "metrics.jsonl"
-# Characters of a variant's name with its settings.
-_LONGEST_NAME = 40
 
 
 def read_runs(places: Sequence[str]) -> list[RunRecord]:
@@ -117,23 +114,13 @@ def _named(runs: Sequence[RunRecord]) -> list[RunRecord]:
 
 
 def _variant_names(firsts: Sequence[RunRecord]) -> list[str]:
-    """A name for each variant, given its first run: the precision, and what distinguishes it from namesakes."""
+    """A name for each variant, given its first run: the precision, or of namesakes the place."""
     names = [_plain_name(run) for run in firsts]
-    described = [_with_differences(run, name, firsts, names) for run, name in zip(firsts, names, strict=True)]
-    for longer in (described, [Path(run.source).name for run in firsts], [run.source for run in firsts]):
+    for longer in ([Path(run.source).name for run in firsts], [run.source for run in firsts]):
         # Of several runs in one place, each has a label.
         labeled = [f"{text} {run.name}".strip() for text, run in zip(longer, firsts, strict=True)]
         names = [more if names.count(name) > 1 else name for name, more in zip(names, labeled, strict=True)]
     return names
-
-
-def _with_differences(run: RunRecord, name: str, firsts: Sequence[RunRecord], names: Sequence[str]) -> str:
-    """The name with the settings in which namesakes differ, unless they are long: then a directory says more."""
-    namesakes = [variant_settings(other) for other, same in zip(firsts, names, strict=True) if same == name]
-    settings = variant_settings(run).items()
-    differing = [(key, value) for key, value in settings if any(each.get(key) != value for each in namesakes)]
-    text = " ".join([name, *(f"{key.rpartition('.')[2]}={value}" for key, value in differing)])
-    return text if len(text) <= _LONGEST_NAME else name
 
 
 def _plain_name(run: RunRecord) -> str:
@@ -216,7 +203,6 @@ def read_run_dir(place: Path) -> RunRecord:
         memory_gib=max((record.memory_gib for record in train if record.memory_gib is not None), default=None),
         skipped_steps=len(metrics.skipped_steps),
         fp8_share=None if metrics.fp8_coverage is None else metrics.fp8_coverage.gemm_flops_share,
-        fp8=thinned_records(metrics.fp8),
         configuration=as_configuration(settings),
         versions=last.versions if last else None,
         command=last.command if last else None,

@@ -27,8 +27,8 @@ from gpt_pretrain.benchmark.variants import (
     variant_refusals,
 )
 from gpt_pretrain.benchmark.worker import OUTPUT, run_task
-from gpt_pretrain.compare.answers import gate_problems
 from gpt_pretrain.compare.comparability import identity
+from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError, hydra_quoted, override_word, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config

@@ -149,13 +149,6 @@ def format_bytes(num_bytes: int) -> str:
     return f"{size:.3g} TiB"
 
 
-def format_amount(value: float) -> str:
-    """A positive number without an exponent: <0.01, 0.59, 8.7, 63, 1,234."""
-    if value >= 9.95:
-        return f"{value:,.0f}"
-    return f"{value:.2g}" if value >= 0.01 or value == 0 else "<0.01"
-
-
 def format_short(value: float) -> str:
     """A number with three significant digits and a unit: 987, 12.3k, 1.5M, 2.25B."""
     if not math.isfinite(value):
@@ -170,11 +163,6 @@ def format_digits(value: float) -> str:
     """A finite number with three significant digits and no exponent: 0.052, 12.3, 712."""
     # A Decimal's format f never writes an exponent; adding 0.0 turns -0 into 0.
     return f"{Decimal(f'{value + 0.0:.3g}'):f}"
-
-
-def format_seconds(seconds: float) -> str:
-    """A duration, in milliseconds below one second."""
-    return f"{format_amount(seconds)} s" if seconds >= 0.9995 else f"{format_amount(1e3 * seconds)} ms"
 
 
 def install_command(extra: str) -> str:

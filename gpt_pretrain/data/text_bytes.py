@@ -75,8 +75,12 @@ def token_bytes(tokenizer: Tokenizer) -> numpy.ndarray:
     return found
 
 
-def count_tokens_and_bytes(data: SampleDataset, num_samples: int, of_token: numpy.ndarray) -> tuple[int, int]:
-    """Tokens of the first samples that the loss counts, and the bytes of text that they stand for."""
+def tokens_per_byte(data: SampleDataset, tokenizer: Tokenizer, num_samples: int) -> float | None:
+    """Tokens that the loss counts in the first samples, over the bytes of text that they stand for; None without bytes.
+
+    Call it where `why_unknown` is None.
+    """
+    of_token = token_bytes(tokenizer)
     num_tokens = num_bytes = 0
     for index in range(num_samples):
         sample = data[index]
@@ -84,4 +88,4 @@ def count_tokens_and_bytes(data: SampleDataset, num_samples: int, of_token: nump
         num_tokens += counted.size
         # A model's vocabulary may be larger; such ids stand for nothing.
         num_bytes += int(of_token[counted[counted < of_token.size]].sum())
-    return num_tokens, num_bytes
+    return num_tokens / num_bytes if num_bytes else None

@@ -7,7 +7,6 @@ from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Loaded, Torch
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
 from gpt_pretrain.features.registry import LIBRARIES
-from gpt_pretrain.run.platform import MULTICAST_OFF
 
 _SLOWER = "runs are slower without it"
 _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
@@ -49,14 +48,11 @@ def _libraries(facts: Facts) -> Iterator[Row]:
     torch, driver, application = facts.torch, facts.driver, facts.application
     yield "Python", facts.python, facts.executable
     if isinstance(torch, Torch):
-        parts = (("CUDA", torch.cuda), ("cuDNN", torch.cudnn), ("NCCL", torch.nccl))
-        built = ", ".join(f"{part} {version}" for part, version in parts if version is not None)
-        yield "PyTorch", torch.version, f"with {built}" if built else "without CUDA"
+        yield "PyTorch", torch.version, "without CUDA" if torch.cuda is None else f"with CUDA {torch.cuda}"
     else:
         yield _library("PyTorch", torch)
     if isinstance(driver, Driver):
-        newest = "" if driver.cuda is None else f"CUDA up to {'.'.join(map(str, driver.cuda))}, "
-        yield "NVIDIA driver", driver.version, f"{newest}{counted(len(driver.gpus), 'GPU')}"
+        yield "NVIDIA driver", driver.version, counted(len(driver.gpus), "GPU")
     else:
         yield "NVIDIA driver", *(("none", "") if driver.is_missing else ("?", driver.problem))
     if isinstance(torch, Torch) and torch.gpus:
@@ -85,5 +81,3 @@ def _gpus(facts: Facts, torch: Torch) -> Iterator[Row]:
     name = "GPU (assumed)" if facts.assumed_gpu is not None else "GPU"
     remark = f"compute capability {capability}, {bf16}, {gpu.memory_gib:.0f} GiB"
     yield name, f"{len(torch.gpus)} × {gpu.name}", remark
-    multicast = [f"{name}={facts.environment[name]}" for name in MULTICAST_OFF if name in facts.environment]
-    yield "NVLink multicast", "", ", ".join(multicast) or "as the libraries choose (no variable is set)"

@@ -23,8 +23,6 @@ class Driver:
     version: str
     gpus: tuple[str, ...]
     """Names of the GPUs; CUDA_VISIBLE_DEVICES hides none of them."""
-    cuda: tuple[int, int] | None
-    """Newest CUDA that the driver runs; None where libcuda does not say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +41,6 @@ class Torch:
     version: str
     cuda: str | None
     """CUDA version that it was built for: "13.0"; None for a build without CUDA."""
-    cudnn: str | None
-    nccl: str | None
-    site: str
-    """The folder that torch/ is installed in, and nvidia/ with its libraries."""
     gpus: tuple[Gpu, ...]
     why_no_gpu: str | None
     """Why it can use no GPU, in its own words."""
@@ -63,8 +57,6 @@ class Loaded:
     """What else there is to know of it."""
     product_problem: str | None = None
     """How a small FP8 layer on the first GPU failed."""
-    cudnn_folders: tuple[str, ...] = ()
-    """Where a process with PyTorch and Transformer Engine loaded cuDNN's libraries from; more than one is a mix."""
     parts: Mapping[str, bool] = field(default_factory=dict)
     """Field of `Platform` → whether that part of apex loads."""
 
@@ -97,11 +89,7 @@ class Facts:
     """All that training imports; its version is megatron-core's."""
     requirements: tuple[Requirement, ...] | Failure
     """Unmet requirements."""
-    packages: Mapping[str, str]
-    """Transformer Engine's packages → version; they must fit each other."""
     environment: Mapping[str, str]
-    """The variables that the doctor looks at, where set."""
-    shared_memory_gib: float | None
-    """Size of /dev/shm; None where there is none."""
+    """Environment variables, of which those count that a run looks at (`run.platform.environment_fields`)."""
     assumed_gpu: str | None = None
     """The GPU that --assume-gpu names; it stands in for the machine's own."""

@@ -6,12 +6,10 @@ print what they like on standard output; no file means that the process died. Al
 which may touch a GPU run one after the other: a GPU in exclusive-process mode takes one process at a time.
 """
 
-import ctypes
 import faulthandler
 import importlib.metadata
 import os
 import pickle
-import shutil
 import signal
 import subprocess
 import sys
@@ -30,16 +28,6 @@ from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files
 from gpt_pretrain.run import platform
 from gpt_pretrain.run.platform import Library
 
-_WATCHED = (
-    *platform.MULTICAST_OFF,
-    *platform.RECIPE_VARIABLES,
-    "CUDA_DEVICE_MAX_CONNECTIONS",
-    "CUDA_VISIBLE_DEVICES",
-    "CUDNN_HOME",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-)
-_PACKAGES = ("transformer-engine", "transformer-engine-torch", "transformer-engine-cu12", "transformer-engine-cu13")
 # What features call, by the name that it is installed by.
 _LIBRARIES = {library.distribution: library for library in LIBRARIES}
 # An import from a cold network file system takes tens of seconds; one that takes minutes hangs.
@@ -58,7 +46,6 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
     torch = found["torch"]
     if assumed_gpu is not None and isinstance(torch, Torch):
         torch = replace(torch, gpus=(assumed_gpu,), why_no_gpu=None, product_problem=None)
-    shm = Path("/dev/shm")
     return Facts(
         python=".".join(map(str, sys.version_info[:3])),
         executable=sys.executable,
@@ -71,9 +58,7 @@ def examine(assumed_gpu: Gpu | None = None) -> Facts:
         apex=found["apex"],
         application=found[application],
         requirements=found["requirements"],
-        packages={name: version for name in _PACKAGES if (version := installed_version(name)) is not None},
-        environment={name: os.environ[name] for name in _WATCHED if name in os.environ},
-        shared_memory_gib=shutil.disk_usage(shm).total / 2**30 if shm.is_dir() else None,
+        environment=dict(os.environ),
         assumed_gpu=None if assumed_gpu is None else assumed_gpu.name,
     )
 
@@ -147,15 +132,11 @@ def _probe_torch() -> Torch:
         x = torch.ones(_SMALL, _SMALL, device="cuda", dtype=torch.bfloat16)
         assert (x @ x).sum().item() == _SMALL**3, "a BF16 product gave a wrong result"
 
-    cudnn, nccl = torch.backends.cudnn.version(), torch.cuda.nccl.version() if torch.version.cuda else None
     properties = [torch.cuda.get_device_properties(index) for index in range(num_gpus)]
     return Torch(
         # A plain string: its own type could not be unpickled without PyTorch.
         version=str(torch.__version__),
         cuda=torch.version.cuda,
-        cudnn=None if cudnn is None else _cudnn_version(cudnn),
-        nccl=None if nccl is None else ".".join(map(str, nccl)),
-        site=str(Path(torch.__file__).parents[1]),
         gpus=tuple(
             Gpu(name=each.name, compute_capability=(each.major, each.minor), memory_gib=each.total_memory / 2**30)
             for each in properties
@@ -165,27 +146,9 @@ def _probe_torch() -> Torch:
     )
 
 
-def _cudnn_version(number: int) -> str:
-    """The number that cuDNN gives as its version, as text: 91900 is 9.19.0."""
-    major, rest = divmod(number, 10_000)
-    return f"{major}.{rest // 100}.{rest % 100}"
-
-
 def _probe_driver() -> Driver:
     version, gpus = ask_driver()
-    return Driver(version=version, gpus=tuple(gpus), cuda=_driver_cuda())
-
-
-def _driver_cuda() -> tuple[int, int] | None:
-    """The newest CUDA that the driver runs."""
-    try:
-        libcuda = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return None
-    number = ctypes.c_int()
-    if libcuda.cuDriverGetVersion(ctypes.byref(number)) != 0:
-        return None
-    return number.value // 1000, number.value % 1000 // 10
+    return Driver(version=version, gpus=tuple(gpus))
 
 
 def _probe_transformer_engine() -> Loaded:
@@ -194,7 +157,6 @@ def _probe_transformer_engine() -> Loaded:
 
     import torch
     import transformer_engine.pytorch as te
-    import transformer_engine_torch
 
     def train_a_layer() -> None:
         layer = te.Linear(_SMALL, _SMALL, params_dtype=torch.bfloat16, device="cuda")
@@ -205,14 +167,7 @@ def _probe_transformer_engine() -> Loaded:
         torch.cuda.synchronize()
 
     has_fp8 = torch.cuda.is_available() and te.is_fp8_available()
-    mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "libcudnn" in line}
-    cudnn, cublaslt = transformer_engine_torch.get_cudnn_version(), transformer_engine_torch.get_cublasLt_version()
-    return Loaded(
-        version=version,
-        remark=f"with cuDNN {_cudnn_version(cudnn)}, cuBLASLt {cublaslt}",
-        cudnn_folders=tuple(sorted({str(Path(path).resolve().parent) for path in mapped})),
-        product_problem=_fails(train_a_layer) if has_fp8 else None,
-    )
+    return Loaded(version=version, product_problem=_fails(train_a_layer) if has_fp8 else None)
 
 
 def _usable_version(name: str, find: Callable[[], platform.Found]) -> str:

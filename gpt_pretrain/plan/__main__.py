@@ -1,7 +1,7 @@
 """gpt_pretrain.plan: what a training command would do, without a GPU.
 
 It takes every argument of python -m gpt_pretrain and trains nothing. It shows
-where each setting lands, which matrix products run in FP8, memory per GPU and
+where each setting lands, which linear layers run in FP8, memory per GPU and
 the predicted speed on the machine that plan.gpu and plan.num_gpus name, and
 writes plan.json into run_dir (outputs/DATE/TIME_NAME where none is given).
 

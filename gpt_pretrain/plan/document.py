@@ -16,6 +16,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_short
 from gpt_pretrain.config.files import write_file
@@ -28,12 +29,10 @@ from gpt_pretrain.plan.speed import SpeedForecast
 from gpt_pretrain.run.kernels import fused_parts
 from gpt_pretrain.run.products import describe_kept_out
 
-VERSION = 1
+VERSION = 2
 FILE_NAME = "plan.json"
 # Columns of the tables, unless the terminal is narrower.
 WIDTH = 100
-# Fields of the GPU in `plan.json`.
-_GPU_FIELDS = ("name", "memory_gib", "bf16_tflops", "fp8_tflops", "bandwidth_tb_s", "nvlink_gb_s")
 # megatron-core's class names, shortened so that a field and its value stay on one line.
 _SHORT = {"TransformerConfig": "TC", "DistributedDataParallelConfig": "DDP", "OptimizerConfig": "OPT"}
 type Side = Literal["left", "right"]
@@ -44,7 +43,7 @@ def _table(title: str, *columns: tuple[str, Side]) -> Table:
     table = Table(title=Text(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
     for name, side in columns:
         # Keys and modules stay in one piece, so that a search finds them.
-        whole = side == "right" or name in ("key", "product")
+        whole = side == "right" or name in ("key", "linear layer")
         table.add_column(name, justify=side, no_wrap=whole, overflow="fold")
     return table
 
@@ -125,32 +124,20 @@ def _print_settings(plan: Plan, console: Console) -> None:
         console.print(inert)
 
 
-def _print_products(plan: Plan, console: Console) -> None:
+def _linears(plan: Plan) -> Table:
     table = _table(
-        "Matrix products of one microbatch on one GPU, [m, k] · [k, n]",
-        ("layers", "left"),
-        ("product", "left"),
-        ("phase", "left"),
-        *[(name, "right") for name in ("times", "m", "n", "k")],
+        "Linear layers of one GPU: rows of a microbatch × weights",
+        *[(name, "left") for name in ("layers", "linear layer")],
+        *[(name, "right") for name in ("times", "rows", "in", "out")],
         ("runs in", "left"),
     )
-    # Rows carry the number of a reason, which stands once below the table.
-    reasons: dict[str, int] = {}
-    above = ("", "")
-    for product in plan.products:
-        named = (product.layers, product.module)
-        shape = f"FP8 could not take {product.shape_problem}" if product.shape_problem else ""
-        notes = [reasons.setdefault(why, len(reasons) + 1) for why in (product.reason, shape) if why]
-        runs_in = Text(product.precision, style="green" if product.precision.startswith("FP8") else "")
-        runs_in.append("".join(f" ({note})" for note in notes), style="dim")
-        sizes = [str(size) for size in (product.count, product.m, product.n, product.k)]
-        table.add_row(*(("", "") if named == above else named), product.phase, *sizes, runs_in)
-        above = named
-    console.print(table)
-    for why, number in reasons.items():
-        style = "yellow" if why.startswith("FP8 could not") else "dim"
-        console.print(Text(f"({number}) {why}", style=style))
-    console.print()
+    for linear in plan.linears:
+        runs_in = Text(linear.precision, style="green" if linear.precision == "FP8" else "")
+        if linear.reason:
+            runs_in.append(f" ({linear.reason})", style="dim")
+        sizes = [str(size) for size in (linear.count, linear.rows, linear.inputs, linear.outputs)]
+        table.add_row(linear.layers, linear.module, *sizes, runs_in)
+    return table
 
 
 def _memory(plan: Plan) -> Table:
@@ -165,9 +152,6 @@ def _memory(plan: Plan) -> Table:
         table.add_row(name, *[f"{each.items[name] / GIB:.2f}" if name in each.items else "" for each in shown])
     table.add_section()
     table.add_row("peak of torch's allocator", *[f"{each.peak / GIB:.2f}" for each in shown], style="bold")
-    for name, peak in memory.recompute_peaks.items():
-        cells = [f"{peak / GIB:.2f}" if each is worst else "" for each in shown]
-        table.add_row(Text(f"{'worst stage, ' if pipeline else ''}with recomputation {name}", style="dim"), *cells)
     return table
 
 
@@ -191,7 +175,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     console.print(_header(plan))
     _print_settings(plan, console)
-    _print_products(plan, console)
+    console.print(_linears(plan))
     console.print(_memory(plan))
     outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
@@ -202,6 +186,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
         left_out = "".join(f"; {used.not_forecast}" for used in used_features(plan.spec) if used.not_forecast)
+        if plan.spec.model.optim.name is OptimizerName.muon:
+            left_out += "; Muon's orthogonalization is not counted"
         basis = f"Roofline with {shares}, calibrated on an H200{left_out}.\n"
         console.print(Text(basis, style="dim"))
     for verdict in plan.verdicts:
@@ -211,54 +197,30 @@ def print_plan(plan: Plan, console: Console) -> None:
 
 def plan_document(plan: Plan) -> dict[str, Any]:
     """The plan as JSON values."""
-    memory, speed, model, layout = plan.memory, plan.speed, plan.spec.model, plan.spec.layout
-    kernels = plan.spec.kernels
-    named = {name: value.value if isinstance(value, Enum) else value for name, value in kernels.values().items()}
+    memory, speed, layout = plan.memory, plan.speed, plan.spec.layout
+    kernels = plan.spec.kernels.values().items()
+    of_speed: dict[str, Any] = {}
+    if speed is not None:
+        of_speed = {**asdict(speed), "fp8_over_bf16": speed.ratio}
     return {
         "version": VERSION,
         "name": plan.spec.config.name,
-        "gpu": {name: getattr(plan.gpu, name) for name in _GPU_FIELDS},
-        "layout": {
-            "num_gpus": layout.world_size,
-            "tensor_parallel": layout.tp,
-            "pipeline_parallel": layout.pp,
-            "virtual_pipeline": layout.vp,
-            "context_parallel": layout.cp,
-            "data_parallel": layout.dp,
-            "num_microbatches": layout.num_microbatches,
-            "micro_batch_size": model.micro_batch_size,
-            "global_batch_size": model.global_batch_size,
-            "sequence_length": model.encoder_seq_length,
-        },
+        "gpu": asdict(plan.gpu),
+        "layout": {"num_gpus": layout.world_size, **asdict(layout)},
         "num_parameters": plan.num_parameters,
-        "kernels": {**named, "cross_entropy_loss_fusion": kernels.cross_entropy_fusion_impl is not None},
+        "kernels": {name: value.value if isinstance(value, Enum) else value for name, value in kernels},
         "settings": [asdict(setting) for setting in plan.settings],
-        "products": [asdict(product) for product in plan.products],
+        "linear_layers": [asdict(linear) for linear in plan.linears],
         "fp8_flops_share": plan.spec.fp8_flops_share,
         "memory": {
             "fits": plan.fits,
             "needed_gib": memory.needed_gib,
-            "peak_gib": memory.peak_gib,
-            "outside_gib": memory.outside_gib,
             "worst_stage": memory.worst.stage,
-            "stages": [
-                {"stage": stage.stage, "peak": stage.peak, "items": dict(stage.items)} for stage in memory.stages
-            ],
-            "peak_by_recomputation": dict(memory.recompute_peaks),
+            **asdict(memory),
         },
         "checkpoint": asdict(plan.checkpoint),
         "flops_per_token": plan.flops_per_token,
-        "flops_formula": FLOPS_FORMULA,
-        "speed": None
-        if speed is None
-        else {
-            **asdict(speed.run),
-            "tflops_per_gpu": speed.run.tokens_per_s_per_gpu * plan.flops_per_token / 1e12,
-            "bf16": asdict(speed.bf16),
-            "fp8": None if speed.fp8 is None else asdict(speed.fp8),
-            "fp8_recipe": speed.fp8_recipe,
-            "fp8_over_bf16": speed.ratio,
-        },
+        "speed": of_speed or None,
         "sentences": [str(verdict) for verdict in plan.verdicts],
     }
 

@@ -1,26 +1,21 @@
-"""The plan of one run: settings, products, memory, speed and checkpoints, and verdicts that sum them up.
-
-A checkpoint holds weights, masters and moments once, however many GPUs hold copies, and each GPU writes about the same
-number of bytes. The rates of saving were measured on one H200 with a local disk, with the 21.8 GB of gpt2_1_5b
-(benchmarks/gpt2_1_5b_1xh200.md). A disk that many GPUs share has its own rate.
-"""
+"""The plan of one run: settings, linear layers, memory, speed and checkpoints, and verdicts that sum them up."""
 
 from dataclasses import dataclass
 from operator import attrgetter
 
 from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.config.derived import flops_per_token, max_time_s, save_interval_s
-from gpt_pretrain.config.errors import format_amount, format_bytes, format_seconds
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.errors import format_bytes
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.small_states import saved_bytes
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
-from gpt_pretrain.plan.effective import PlannedProduct, Setting, effective_settings, plan_products
+from gpt_pretrain.plan.effective import PlannedLinear, Setting, effective_settings, plan_linears
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.muon import fp32_state_bytes
-from gpt_pretrain.plan.out_of_memory import plan_more_gpus, plan_remedies
-from gpt_pretrain.plan.speed import Speed, SpeedForecast, forecast_speed
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, BUSIEST_EXPERT_AT_FIRST, count_parameters, plan_stages, rank_load
+from gpt_pretrain.plan.out_of_memory import plan_remedies
+from gpt_pretrain.plan.speed import SpeedForecast, forecast_speed
+from gpt_pretrain.plan.stages import count_parameters, plan_stages
 from gpt_pretrain.run.gpus import GPUS, Gpu
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -30,8 +25,8 @@ WORTHWHILE = 1.05
 CLOSE = 0.95
 # What the forecasts for experts were fitted to.
 CALIBRATED_ON = (
-    "runs of two layers of Mixtral 8x7B and four of Qwen3-30B-A3B on one and two GPUs (benchmarks/experts.md), for "
-    "memory also on four runs of two layers of Mixtral (benchmarks/mixtral_8x7b_2layers_4xh200.md)"
+    "forecasts for experts are calibrated only on two layers of Mixtral 8x7B and four of Qwen3-30B-A3B on one to four "
+    "GPUs (benchmarks/experts.md, benchmarks/mixtral_8x7b_2layers_4xh200.md), on no other model or machine."
 )
 # Why there is no prediction.
 _EMULATED = (
@@ -46,11 +41,6 @@ _OWN_LAYERS = (
     "model.layer={} is an extension's and not counted: weights, memory, products and speed are those of the program's "
     "own layer in the same sizes."
 )
-# Bytes per second of one GPU: to host memory, while the loop waits; from there to the disk, in parallel
-# (`checkpoint.async_save`); and to the disk while the loop waits.
-_COPIED, _WRITTEN_BESIDE, _WRITTEN_ALONE = 31e9, 1.58e9, 0.81e9
-# Steps take this much longer while a checkpoint is written.
-_SLOWER = 0.2
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +71,11 @@ def _memory_verdict(memory: MemoryForecast, gpu: Gpu, spec: RunSpec) -> PlanVerd
 def _ways_out(gpu: Gpu, spec: RunSpec) -> str:
     remedies = plan_remedies(spec, attrgetter("needed_gib"))
     enough = [remedy for remedy in remedies if remedy.needed_gib <= gpu.memory_gib]
-    enough += plan_more_gpus(spec.config, gib=gpu.memory_gib)
     told = "; ".join(f"{remedy.overrides} ({remedy.needed_gib:.1f} GiB)" for remedy in enough or remedies)
     if enough:
         return f"Ways out, each alone: {told}"
-    less = f"these need less, each alone: {told}" if told else "no change of layout makes it fit"
-    return f"Ways out: a smaller model, or several changes; {less}"
+    less = f"; these need less, each alone: {told}" if told else ""
+    return f"Ways out: more GPUs (plan.num_gpus), a smaller model, or several changes{less}"
 
 
 def _fp8_verdict(speed: SpeedForecast, *, is_on: bool) -> PlanVerdict:
@@ -116,38 +105,14 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.3g} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
-def _experts_verdict(model: ModelConfig, run: Speed | None) -> PlanVerdict:
-    """What the forecasts for experts are based on; `run` is None if no speed is predicted."""
-    at_first, later = (rank_load(model, busiest) for busiest in (BUSIEST_EXPERT_AT_FIRST, BUSIEST_EXPERT))
-    told = [f"forecasts are calibrated only on {CALIBRATED_ON}, on no other model or machine"]
-    if at_first > 1:
-        told.append(
-            f"the fullest rank is assumed to have {at_first:.2f} times the mean number of rows at first, for memory, "
-            f"and {later:.2f} times once routers balance, for speed"
-        )
-    waits = 0.0 if run is None else run.seconds.get("waiting for the host", 0.0)
-    if run is not None and waits:
-        alone = run.tokens_per_s_per_gpu * run.step_s / (run.step_s - waits)
-        told.append(
-            f"{_ms(waits)} of a step are waits for the host, and without them a GPU would reach {alone:,.0f} tokens/s"
-        )
-    return PlanVerdict("Experts", f"{'; '.join(told)}.")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointForecast:
-    """A checkpoint and its saves."""
+    """A checkpoint, of which each GPU writes about the same part."""
 
-    num_bytes: float
-    """Of the whole checkpoint."""
-    bytes_per_gpu: float
+    num_bytes: int
+    """Weights, masters and moments, once, however many GPUs hold copies."""
+    bytes_per_gpu: int
     """Of each GPU's part; an `async_save` takes as much host memory."""
-    stall_s: float
-    """Seconds that a save holds the loop."""
-    write_s: float
-    """Seconds from the stall until the disk has it, with `async_save`; 0 without, where the stall includes it."""
-    time_share: float | None
-    """Share of the run's time that saves by the clock cost; None without such saves."""
     saves: str
     """`describe_saves`."""
 
@@ -156,26 +121,17 @@ class CheckpointForecast:
         """On the run's checkpoints."""
         if not self.saves:
             return PlanVerdict("Checkpoints", "NONE is written.", is_bad=True)
-        size = f"{format_bytes(int(self.num_bytes))} each, {format_bytes(int(self.bytes_per_gpu))} a GPU"
-        cost = f"a save stops the loop for {format_seconds(self.stall_s)}"
-        if self.write_s:
-            cost += f" and is on a local disk {format_seconds(self.write_s)} later"
-        percent = None if self.time_share is None else format_amount(100 * self.time_share)
-        share = "" if percent is None else f"; those by the clock take {percent}% of the time"
-        return PlanVerdict("Checkpoints", f"{self.saves}; {size}; {cost}{share}.")
-
-
-def _clock_interval_s(config: Config) -> float | None:
-    """Seconds between saves by the clock; None without them, or if the run ends before the first."""
-    interval, limit = save_interval_s(config.checkpoint), max_time_s(config.trainer)
-    return interval if interval is not None and (limit is None or interval < limit) else None
+        size = f"{format_bytes(self.num_bytes)} each, {format_bytes(self.bytes_per_gpu)} a GPU"
+        return PlanVerdict("Checkpoints", f"{self.saves}; {size}.")
 
 
 def describe_saves(config: Config) -> str:
     """When a run saves: "every 500 steps, every 30 minutes, at the end"; empty where it never does."""
-    saves = config.checkpoint
+    saves, interval, limit = config.checkpoint, save_interval_s(config.checkpoint), max_time_s(config.trainer)
     times = [f"every {saves.save_interval} steps"] if saves.save_interval is not None else []
-    times += [f"every {saves.save_interval_minutes:g} minutes"] if _clock_interval_s(config) is not None else []
+    # A run may end before the first save by the clock.
+    if interval is not None and (limit is None or interval < limit):
+        times.append(f"every {saves.save_interval_minutes:g} minutes")
     times += ["at the end"] if saves.save_at_end else []
     return ", ".join(times)
 
@@ -188,17 +144,9 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     if optim.use_precision_aware_optimizer:
         master, moments = saved_bytes(optim)
     num_bytes = round(num_parameters * (weight + master + moments))
-    bytes_per_gpu = num_bytes / spec.launch.world_size
-    stall_s, write_s = bytes_per_gpu / _COPIED, bytes_per_gpu / _WRITTEN_BESIDE
-    if not spec.config.checkpoint.async_save:
-        stall_s, write_s = bytes_per_gpu / _WRITTEN_ALONE, 0.0
-    interval = _clock_interval_s(spec.config)
     return CheckpointForecast(
         num_bytes=num_bytes,
-        bytes_per_gpu=bytes_per_gpu,
-        stall_s=stall_s,
-        write_s=write_s,
-        time_share=None if interval is None else (stall_s + _SLOWER * write_s) / interval,
+        bytes_per_gpu=num_bytes // spec.launch.world_size,
         saves=describe_saves(spec.config),
     )
 
@@ -210,7 +158,7 @@ class Plan:
     spec: RunSpec
     gpu: Gpu
     settings: tuple[Setting, ...]
-    products: tuple[PlannedProduct, ...]
+    linears: tuple[PlannedLinear, ...]
     num_parameters: int
     """Of the whole model; tied embeddings counted once."""
     memory: MemoryForecast
@@ -245,12 +193,12 @@ def build_plan(config: Config) -> Plan:
     if spec.model.layer is not LayerName.gpt:
         verdicts.append(PlanVerdict("Layers", _OWN_LAYERS.format(spec.model.layer.name)))
     if spec.model.num_moe_experts is not None:
-        verdicts.append(_experts_verdict(spec.model, None if speed is None else speed.run))
+        verdicts.append(PlanVerdict("Experts", CALIBRATED_ON))
     return Plan(
         spec=spec,
         gpu=gpu,
         settings=tuple(effective_settings(spec)),
-        products=tuple(plan_products(spec)),
+        linears=tuple(plan_linears(spec)),
         num_parameters=num_parameters,
         memory=memory,
         checkpoint=checkpoint,

@@ -15,8 +15,8 @@ from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
 from gpt_pretrain.features.registry import used_features
+from gpt_pretrain.plan.experts import token_dispatch
 from gpt_pretrain.plan.machine import EFFICIENCY
-from gpt_pretrain.plan.stages import token_dispatch
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.products import FC1, FC2, Gemm, Linear, gemms
 from gpt_pretrain.run.run_spec import RunSpec

@@ -8,15 +8,15 @@ copies of weights Transformer Engine 2.12 (`TransformerEngineBaseModule.get_weig
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, MoeGroupedKernel, RecomputeGranularity, RecomputeMethod
 from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shards_gradients, shards_weights
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, rank_load
 from gpt_pretrain.plan.muon import fp32_state_bytes, orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
-    BUSIEST_EXPERT_AT_FIRST,
     LayerActivations,
     Stage,
     element_bytes,
@@ -24,10 +24,8 @@ from gpt_pretrain.plan.stages import (
     keeps_transposes,
     layer_activations,
     layer_parameters,
-    on_rank,
     per_layer,
     plan_stages,
-    rank_load,
 )
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.platform import Platform
@@ -87,8 +85,6 @@ class MemoryForecast:
     """The memory of a run."""
 
     stages: tuple[StageMemory, ...]
-    recompute_peaks: Mapping[str, float]
-    """Peak of the worst stage without recomputation, with attention recomputed, and with every layer recomputed."""
     outside_gib: float
     """CUDA's and NCCL's own, and what the allocator cannot use."""
 
@@ -304,28 +300,9 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
 
 def forecast_memory(spec: RunSpec) -> MemoryForecast:
     """The memory of a checked configuration."""
-    stages = plan_stages(spec)
-
-    def memory_of(varied: RunSpec) -> tuple[StageMemory, ...]:
-        return tuple(_stage_memory(varied, stage) for stage in stages)
-
-    def peak_with(granularity: RecomputeGranularity | None) -> float:
-        if granularity is spec.model.activations_checkpoint_granularity:
-            return peak
-        model = replace(
-            spec.model,
-            activations_checkpoint_granularity=granularity,
-            activations_checkpoint_method=None,
-            activations_checkpoint_num_layers=1,
-        )
-        varied = replace(spec, config=replace(spec.config, model=model))
-        return max(stage.peak for stage in memory_of(varied))
-
-    own = memory_of(spec)
-    peak = max(stage.peak for stage in own)
-    granularities = {"none": None, "selective": RecomputeGranularity.selective, "full": RecomputeGranularity.full}
+    stages = tuple(_stage_memory(spec, stage) for stage in plan_stages(spec))
+    peak = max(stage.peak for stage in stages)
     return MemoryForecast(
-        stages=own,
-        recompute_peaks={name: peak_with(granularity) for name, granularity in granularities.items()},
+        stages=stages,
         outside_gib=CONTEXT_GIB + (NCCL_GIB if spec.layout.world_size > 1 else 0.0) + FRAGMENTATION * (peak / GIB),
     )

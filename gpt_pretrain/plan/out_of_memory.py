@@ -16,20 +16,16 @@ from typing import Any
 from gpt_pretrain.config.choices import Precision, RecomputeGranularity, RecomputeMethod, ShardingStrategy
 from gpt_pretrain.config.derived import shards_weights, uses_distributed_optimizer
 from gpt_pretrain.config.errors import UserError, show
-from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.environment import host_memory_bytes
-from gpt_pretrain.plan.machine import planned_problems, planned_spec, planned_world_size
 from gpt_pretrain.plan.memory import GIB, MemoryForecast, forecast_memory
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.run.gpus import GPUS_PER_NODE
 from gpt_pretrain.run.platform import Platform
 from gpt_pretrain.run.run_spec import RunSpec
 
 # Less than this share of the peak is not worth a change.
 _WORTHWHILE = 0.01
-# Multiples of the GPUs that are offered; if even the largest is too few, the model is too large.
-_TIMES_THE_GPUS = (2, 4, 8, 16, 32, 64)
 # What a run holds from its first step on, independent of its batches: counted, not estimated.
 _STATES = ("weights", "FP8 weights", "gradients", "masters", "moments")
 # The words of torch's allocators, CUDA and NCCL.
@@ -105,43 +101,6 @@ def _as_typed(changes: dict[str, Any]) -> str:
     flat = {name: value for name, value in changes.items() if name != "optim"}
     flat |= {"optim.use_precision_aware_optimizer": True} if "optim" in changes else {}
     return " ".join(f"model.{name}={show(value)}" for name, value in flat.items())
-
-
-def plan_more_gpus(config: Config, *, gib: float) -> list[Remedy]:
-    """The fewest GPUs on which a planned run needs at most `gib`, with each layout that reaches this there.
-
-    As many ranks as before share the experts, or more.
-    """
-    world_size = planned_world_size(config)
-    found: list[Remedy] = []
-    for times in _TIMES_THE_GPUS:
-        plan = replace(config.plan, num_gpus=times * world_size)
-        for changes in _layouts(config.model, times):
-            varied = replace(config, model=replace(config.model, **changes), plan=plan)
-            if planned_problems(varied):
-                continue
-            needs = forecast_memory(planned_spec(varied)).needed_gib
-            if needs <= gib:
-                overrides = f"plan.num_gpus={plan.num_gpus} {_as_typed(changes)}".rstrip()
-                found.append(Remedy(overrides=overrides, needed_gib=needs))
-        if found:
-            break
-    return sorted(found, key=lambda remedy: remedy.needed_gib)
-
-
-def _layouts(model: ModelConfig, times: int) -> Iterator[dict[str, Any]]:
-    """Layouts over `times` as many ranks."""
-    sharded = _shard_states(model)
-    yield sharded
-    if model.num_moe_experts is not None:
-        yield {**sharded, "expert_model_parallel_size": times * model.expert_model_parallel_size}
-    tp, pp = model.tensor_model_parallel_size, model.pipeline_model_parallel_size
-    yield {"pipeline_model_parallel_size": times * pp}
-    # Tensor parallelism within a node, pipelines between nodes.
-    inside = min(times, GPUS_PER_NODE // tp)
-    if inside > 1:
-        between = {"pipeline_model_parallel_size": pp * times // inside} if times > inside else {}
-        yield {"tensor_model_parallel_size": inside * tp, "sequence_parallel": True, **between}
 
 
 def check_states_fit(spec: RunSpec) -> None:

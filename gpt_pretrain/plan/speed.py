@@ -14,10 +14,10 @@ from gpt_pretrain.config.derived import num_query_groups, shards_gradients, shar
 from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
+from gpt_pretrain.plan.experts import BUSIEST_EXPERT, on_rank, rank_load
 from gpt_pretrain.plan.kernel_times import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
-from gpt_pretrain.plan.muon import orthogonalization_s
-from gpt_pretrain.plan.stages import BUSIEST_EXPERT, Stage, keeps_transposes, on_rank, per_layer, plan_stages, rank_load
+from gpt_pretrain.plan.stages import Stage, keeps_transposes, per_layer, plan_stages
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
 from gpt_pretrain.run.optimizers import OPTIMIZERS
@@ -227,7 +227,7 @@ def _microbatch_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
 
 
 def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
-    """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
+    """Seconds of the optimizer step: the gradient's norm, the update, and the new weights; Muon's products not counted.
 
     The whole gradient is zeroed (4 bytes per parameter), unless it is sharded; the rest is of the rank's shard.
     """
@@ -235,7 +235,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     updated = stage.optimizer_parameters(spec)
     zeroed = 0 if shards_gradients(model) else stage.num_parameters * 4
     moved = zeroed + OPTIMIZERS[model.optim.name].moved_bytes * updated
-    seconds = {"optimizer": memory_s(gpu, moved, kernels=20), **orthogonalization_s(gpu, spec, stage)}
+    seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
     if settings is None:
         return seconds
     if settings.params:

@@ -7,14 +7,12 @@ earlier about later steps; a `rewind` record has the same effect.
 
 import json
 import os
-import stat
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import named, open_to_append, read_regular, write_file
+from gpt_pretrain.config.files import named, open_to_append, read_regular
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
     ExpertsRecord,
@@ -43,54 +41,14 @@ class MetricsFile:
     def __init__(self, run_dir: str | Path) -> None:
         self.path = metrics_path(run_dir)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self._directory = self.path.parent.stat()
         self._file = open_to_append(self.path)
         _mend_last_line(self.path)
-        # Not every file system gives a file one number for as long as it is open.
-        self._is_watched = self._leads_here()
 
-    def write(self, record: Record) -> str | None:
-        """Appends one record; a warning for the user if the file was not at its place any more."""
+    def write(self, record: Record) -> None:
+        """Appends one record."""
         with named(self.path):
-            warning = self._find_place() if self._is_watched and not self._is_in_place() else None
             self._file.write(record.to_line() + "\n")
             self._file.flush()
-        return warning
-
-    def _is_in_place(self) -> bool:
-        """Whether the path leads to the open file, or the whole run directory is elsewhere, of which the saves tell."""
-        with suppress(FileNotFoundError):
-            if self._leads_here():
-                return True
-        with suppress(OSError):
-            return not os.path.samestat(self.path.parent.stat(), self._directory)
-        return True
-
-    def _leads_here(self) -> bool:
-        """Also true if the file system does not say."""
-        try:
-            return os.path.samestat(self.path.lstat(), os.fstat(self._file.fileno()))
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return True
-
-    def _find_place(self) -> str:
-        """Opens the file at the path. If it is missing or new, as log rotation leaves it, all records come back."""
-        with suppress(FileNotFoundError):
-            place = self.path.lstat()
-            if stat.S_ISREG(place.st_mode) and place.st_size > 0:
-                self._reopen()
-                return f"{self.path} was replaced by another file while the run wrote there; its records go on in it"
-        content = os.pread(self._file.fileno(), os.fstat(self._file.fileno()).st_size, 0)
-        write_file(self.path, content.decode())
-        self._reopen()
-        return f"{self.path} was deleted or moved while the run wrote there; it is back with all of the run's records"
-
-    def _reopen(self) -> None:
-        opened = open_to_append(self.path)
-        self._file.close()
-        self._file = opened
 
     def close(self) -> None:
         """Waits until the disk has the records and closes the file."""

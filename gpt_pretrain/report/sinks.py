@@ -192,9 +192,10 @@ class MetricsSinks:
             self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))
             self._opened = opened.pop_all()
 
-    def write(self, record: Record) -> list[str]:
-        """Writes a record to every sink; returns warnings for the user."""
-        return [warning for sink in self._sinks if (warning := sink.write(record)) is not None]
+    def write(self, record: Record) -> None:
+        """Writes a record to every sink."""
+        for sink in self._sinks:
+            sink.write(record)
 
     def close(self) -> None:
         """Closes every sink, even if one of them fails; a second call does nothing."""

@@ -1,8 +1,7 @@
 """What a run writes when it gives up on losses or gradients that are not finite: RUN_DIR/dumps/step_00000012.json.
 
 The step's batch is computed once more, and every module's results are checked. The file names the first tensor that
-was NaN or infinite, its samples, the FP8 statistics of its layer, and each layer's gradient norm. Nothing is updated,
-and no checkpoint follows: the newest one is from before.
+was NaN or infinite, and its samples. Nothing is updated, and no checkpoint follows: the newest one is from before.
 
 First means first in the order of computation: weights, results of the forward pass (the innermost module first) and
 inputs of linear layers, gradients of those results in the backward pass, gradients of weights. Inputs are checked
@@ -11,26 +10,21 @@ what they found and all get the same answer. This is slow: the host waits for th
 """
 
 import json
-import re
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
-from megatron.core.tensor_parallel import param_is_not_tensor_parallel_duplicate
-from megatron.core.transformer.module import MegatronModule, param_is_not_shared
+from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import to_json_value
 from gpt_pretrain.data.batches import Batch
-from gpt_pretrain.fp8.own_layers import live_layers
-from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import on_rank_zero
@@ -205,27 +199,16 @@ def write_dump(
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
     spec = trainable.model.spec
-    linears = live_layers(trainable.model)
-    collector = None if spec.fp8 is None else StatisticsCollector(linears, chunks, spec.platform.device)
-    observed: AbstractContextManager[None] = nullcontext() if collector is None else collector.observe(bad.step)
-    with observed, search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
+    with search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
         report = compute_gradients(trainable, iterators)
     first = search.agree()
     torch.distributed.all_reduce(report)
-    norms = _gradient_norms(trainable, spec.model.num_layers)
-    fp8: list[dict[str, Any]] = []
-    if collector is not None and first is not None:
-        # Amax and scales of the FP8 tensors in the bad tensor's transformer layer.
-        tensors = (tensor for statistics in collector.read() for tensor in statistics.tensors)
-        fp8 = [asdict(tensor) for tensor in tensors if tensor.layer.startswith(_layer_of(first.module) + ".")]
     content = {
         "step": bad.step,
         "first_sample": bad.first_sample,
         "num_samples": spec.model.global_batch_size,
         "loss": mean_loss(report[:2]),
         "first_bad": None if first is None else _describe(first, bad, spec),
-        "fp8": fp8,
-        "gradient_norms": norms,
     }
     path = directory / f"step_{bad.step:08d}.json"
 
@@ -261,48 +244,3 @@ def _describe(first: BadTensor, bad: BadStep, spec: RunSpec) -> dict[str, Any]:
         "microbatch": first.microbatch,
         "samples": samples,
     }
-
-
-@torch.no_grad()
-def _gradient_norms(trainable: Trainable, num_layers: int) -> dict[str, float]:
-    """L2 norm of the gradient that the optimizer reads, before clipping, by layer; the same on every rank."""
-    optimizer: Any = trainable.optimizer
-    optimizer.prepare_grads()
-    layers = ["embedding", *(f"decoder.layers.{index}" for index in range(num_layers))]
-    layers += ["decoder.final_layernorm", "output_layer"]
-    # Experts have an optimizer of their own, and other ranks share them.
-    parts = optimizer.chained_optimizers
-    squares = torch.zeros(len(parts), len(layers), dtype=torch.float64, device=torch.cuda.current_device())
-    for chunk in trainable.model.gpt_chunks:
-        for name, parameter in named_weights(chunk):
-            counts = param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(parameter)
-            for part, of_layers in zip(parts, squares, strict=True):
-                gradient = _gradient(part, parameter)
-                if gradient is not None and counts:
-                    of_layers[layers.index(_layer_of(name))] += gradient.double().square().sum()
-    for part, of_layers in zip(parts, squares, strict=True):
-        torch.distributed.all_reduce(of_layers, group=part.get_grad_stats_parallel_group())
-    return dict(zip(layers, squares.sum(dim=0).sqrt().tolist(), strict=True))
-
-
-def _gradient(part: Any, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-    """A weight's gradient in an optimizer, None if it has none; in a distributed optimizer, this rank's shard."""
-    gradient: torch.Tensor | None
-    if not isinstance(part, DistributedOptimizer):
-        main = getattr(parameter, "main_param", parameter)
-        owned = any(main is own for group in part.optimizer.param_groups for own in group["params"])
-        gradient = main.grad if owned else None
-        return gradient
-    if parameter not in part.model_param_group_index_map:
-        return None
-    group, index = part.model_param_group_index_map[parameter]
-    main = part.optimizer.param_groups[group]["params"][index]
-    # A gradient of another type than its master has another name.
-    gradient = getattr(main, "decoupled_grad", main.grad)
-    return gradient
-
-
-def _layer_of(module: str) -> str:
-    """decoder.layers.3.mlp.linear_fc1 is in decoder.layers.3, embedding.word_embeddings.weight in embedding."""
-    match = re.match(r"decoder\.layers\.\d+|decoder\.\w+|\w+", module)
-    return match[0] if match else module

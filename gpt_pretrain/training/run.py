@@ -113,9 +113,8 @@ def _train(
         on_rank_zero(lambda: sinks.append(stack.enter_context(_open_sinks(setup))))
 
         def log(record: Record) -> None:
-            for warning in (warning for sink in sinks for warning in sink.write(record)):
-                if console is not None:
-                    console.warning(warning)
+            for sink in sinks:
+                sink.write(record)
             if console is not None:
                 console.show(record)
 

@@ -1,41 +1,32 @@
 """The training loop: step, log, validate, save, until the last step or a reason to stop."""
 
-import gc
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NoReturn
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
-from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
-from gpt_pretrain.megatron.parallel import data_parallel_rank, on_rank_zero
-from gpt_pretrain.report.records import (
-    CheckpointRecord,
-    EndReason,
-    LossSpikeRecord,
-    Record,
-    ValidationRecord,
-    ValidationTasksRecord,
-)
+from gpt_pretrain.megatron.parallel import data_parallel_rank
+from gpt_pretrain.plan.forecast import describe_saves
+from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record
 from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
+from gpt_pretrain.training.garbage import GarbageCollection
 from gpt_pretrain.training.meter import Meter
 from gpt_pretrain.training.proofs import Proofs
 from gpt_pretrain.training.rewind import GoBack, check_spike, go_back
 from gpt_pretrain.training.setup import Setup
-from gpt_pretrain.training.step import data_iterators, mean_loss, train_step, validate
+from gpt_pretrain.training.step import data_iterators, mean_loss, train_step
 from gpt_pretrain.training.stop import BadStep, GivesUpError, NotFiniteError, StepGuard, StopRequest
 from gpt_pretrain.training.stragglers import Stragglers
-from gpt_pretrain.training.tasks import task_numbers
+from gpt_pretrain.training.validation import Validation
 from gpt_pretrain.training.watchdog import Watchdog
 from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 
@@ -78,7 +69,7 @@ class Trainer:
         self._saved_step: int | None = None
         self._save_problem: str | None = None
         """Why the newest save failed; None if it was written."""
-        self._has_frozen = False
+        self._garbage = GarbageCollection(config.trainer.gc_interval)
         self._guard = self._new_guard()
         self._proofs = Proofs(
             trainable,
@@ -99,10 +90,11 @@ class Trainer:
         }
         self._build_train_batches = partial(build_batch_iterator, setup.train_data, **share)
         self._train_batches = self._batches_from(self.progress.consumed_samples)
-        self._valid_batches = None
+        self._validation = None
         if setup.valid_data is not None:
             build_valid_batches = partial(build_batch_iterator, setup.valid_data, is_validation=True, **share)
-            self._valid_batches = data_iterators(trainable.model, build_valid_batches)
+            batches = data_iterators(trainable.model, build_valid_batches)
+            self._validation = Validation(setup, batches, watchdog=watchdog, log=self._log)
 
     def _batches_from(self, consumed_samples: int) -> list[BatchIterator | None]:
         """This rank's training batches from a sample on."""
@@ -123,7 +115,7 @@ class Trainer:
 
     def train(self, stop: StopRequest) -> EndReason:
         """Trains to the last step or the first reason to stop, the same on all ranks; every rank calls it."""
-        with self._saver, self._scheduled_garbage_collection():
+        with self._saver, self._garbage.scheduled():
             self._callbacks.start()
             if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
                 # The first save need not wait for host memory then. A run that saves only by the clock may end before.
@@ -166,8 +158,7 @@ class Trainer:
         while self.progress.step < trainer.max_steps:
             result = self._step()
             # While the device computes: the logger waits for the device.
-            if trainer.gc_interval and (not self._has_frozen or self._is_due(trainer.gc_interval)):
-                self._collect_garbage()
+            self._garbage.after_step(self.progress.step)
             if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
@@ -208,10 +199,7 @@ class Trainer:
         Raises:
             ProofError: Always.
         """
-        saves = self.config.checkpoint
-        if self._proofs.has_more_to_lose and (
-            saves.save_at_end or saves.save_interval is not None or saves.save_interval_minutes is not None
-        ):
+        if self._proofs.has_more_to_lose and describe_saves(self.config):
             try:
                 self.save()
                 self._wait_for_save()
@@ -223,44 +211,12 @@ class Trainer:
 
     def validate(self) -> None:
         """Logs the loss over the first `trainer.limit_val_batches` batches of the validation split, if there is one."""
-        if self._valid_batches is None:
+        if self._validation is None:
             return
         self._log_fp8()
-        model, num_batches = self._trainable.model, self.config.trainer.limit_val_batches
-        with self._meter.paused(), model.gathered_parameters():
-            began = time.monotonic()
-            on_batch = partial(self._watchdog.progress, "a batch of the validation")
-            loss = validate(model, self._valid_batches, num_batches, on_batch=on_batch)
-            self._watchdog.progress("what follows the validation")
-            tokens_per_byte = self._tokens_per_byte
-            self._log(
-                ValidationRecord(
-                    step=self.progress.step,
-                    loss=loss,
-                    perplexity=math.inf if loss > 700 else math.exp(loss),
-                    num_samples=num_batches * self.config.model.global_batch_size,
-                    time_s=time.monotonic() - began,
-                    bits_per_byte=None if tokens_per_byte is None else loss / math.log(2) * tokens_per_byte,
-                )
-            )
-            self._run_tasks()
+        with self._meter.paused(), self._trainable.model.gathered_parameters():
+            self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
             self._callbacks.validation(self.progress.step)
-
-    @cached_property
-    def _tokens_per_byte(self) -> float | None:
-        """Of the validation's samples, which are always the same; None if unknown. Every rank asks."""
-        data, tokenizer = self._setup.valid_data, self._setup.corpus.tokenizer
-        if data is None or tokenizer is None or why_unknown(tokenizer) is not None:
-            return None
-        num_samples = self.config.trainer.limit_val_batches * self.config.model.global_batch_size
-        with self._watchdog.busy("counting the validation's bytes"):
-            tokens, count = on_rank_zero(lambda: count_tokens_and_bytes(data, num_samples, token_bytes(tokenizer)))
-        return tokens / count if count else None
-
-    def _run_tasks(self) -> None:
-        began, step = time.monotonic(), self.progress.step
-        if numbers := task_numbers(self._callbacks.run_at(step), self._trainable.model, self._watchdog):
-            self._log(ValidationTasksRecord(step=step, numbers=numbers, time_s=time.monotonic() - began))
 
     def save(self, *, by_clock: bool = False) -> None:
         """Begins a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.
@@ -308,7 +264,7 @@ class Trainer:
             )
             if outcome.problem is None:
                 self._callbacks.save(self.progress.step, outcome.path)
-            if outcome.problem is not None and self.config.checkpoint.on_save_error is OnSaveError.stop:
+            elif self.config.checkpoint.on_save_error is OnSaveError.stop:
                 raise RunError(outcome.problem)
 
     def _wait_for_save(self) -> None:
@@ -325,10 +281,8 @@ class Trainer:
         self._log_fp8()
         self._log_guarded(guarded)
         self._log(record)
-        for experts in self._expert_watch.records(self.progress.step):
-            self._log(experts)
-        for rank_times in self._stragglers.records(self.progress.step):
-            self._log(rank_times)
+        for each in (*self._expert_watch.records(self.progress.step), *self._stragglers.records(self.progress.step)):
+            self._log(each)
 
     def _log_guarded(self, records: Sequence[Record]) -> None:
         """Logs what the guard has found.
@@ -393,27 +347,3 @@ class Trainer:
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.progress.step % interval == 0
-
-    @contextmanager
-    def _scheduled_garbage_collection(self) -> Iterator[None]:
-        """Inside, only `_collect_garbage` collects; Python would pause each rank at a different moment."""
-        if self.config.trainer.gc_interval == 0:
-            yield
-            return
-        gc.disable()
-        try:
-            yield
-        finally:
-            gc.unfreeze()
-            gc.enable()
-
-    def _collect_garbage(self) -> None:
-        """Collects garbage, on all ranks after the same step; after the first step everything, then what is new.
-
-        Modules, the model and compiled kernels are more than 400,000 objects, which live to the end. Visiting them took
-        an H200's host 0.3 s: with one collection in 100 steps, 1.4% of the time of GPT-2 124M.
-        """
-        gc.collect()
-        if not self._has_frozen:
-            gc.freeze()
-            self._has_frozen = True

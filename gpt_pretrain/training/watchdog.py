@@ -20,7 +20,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,8 +51,6 @@ GRACE_S = 5.0
 BEAT_S = 1.0
 # … and counts as hung after this long without a beat: C code may hold the interpreter while it loads a library.
 SILENT_S = 40.0
-# Beats that a round in the store may take on a busy machine.
-_LONG_ROUND = 5
 # After one rank's error the others have this long to meet the same error; those that do not would wait forever.
 FOLLOW_S = 15.0
 # Makes a rank that cannot run Python write its stacks.
@@ -61,59 +59,38 @@ STACKS_SIGNAL = signal.SIGUSR2
 _LEFT = "left"
 
 
-@dataclass(kw_only=True, slots=True)
-class _Peer:
-    """What this rank knows of another."""
-
-    rank: int
-    process: Process
-    beat: str | None = None
-    silent_s: float = 0.0
-    gone_at: int | None = None
-    """The newest round of beats begun when its process was found to be gone."""
-
-    @property
-    def name(self) -> str:
-        return f"rank {self.rank} on {self.process.host}"
-
-
 class Peers:
     """Which other ranks live, and so why all must end; each rank builds one once torch.distributed is open.
 
-    Rank 0 watches all ranks, the others watch rank 0 and those on their own host. They write their beats to torch's
-    store, which the launcher serves, and read each other's there. Whether a process is gone or only silent the host
-    tells, not the store.
-
-    A thread of its own talks to the store, because a store whose process hangs never answers. Then nobody is heard, and
-    nobody counts as silent. The run ends only if this rank makes no progress either: Ctrl-Z stops torchrun with its
-    store, but not the ranks.
+    Rank 0 watches all ranks, the others watch rank 0 and those on their own host. A thread writes this rank's beats to
+    torch's store, which the launcher serves, and reads the others' there, round after round. Silence is counted in
+    rounds: there are none while this process is suspended, or the store does not answer (Ctrl-Z stops torchrun with its
+    store, but not the ranks).
     """
 
     def __init__(self, launch: Launch) -> None:
         self._rank = launch.rank
         self._me = this_process()
-        self._peers: list[_Peer] = []
-        self._beats: dict[int, str] = {}
-        self._own_end = self._own_failure = self._end = ""
+        self.why = ""
+        """Why the run must end; empty while all is well."""
         self.failure = ""
         """Which rank was the first to end with an error, and with which one; empty if none has."""
-        self._followed_s = 0.0
-        self._rounds_begun = self._rounds_done = self._rounds_read = 0
-        self._unanswered_s = 0.0
-        self._cut_off = False
+        self._own_end = self._own_failure = ""
         self._leave_by: float | None = None
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         if launch.world_size == 1:
             return
-        processes: list[Process] = [self._me] * launch.world_size
-        torch.distributed.all_gather_object(processes, self._me)
-        self._server = f"rank 0 on {processes[0].host}"
-        self._peers = [
-            _Peer(rank=rank, process=process)
-            for rank, process in enumerate(processes)
+        self._processes: list[Process] = [self._me] * launch.world_size
+        torch.distributed.all_gather_object(self._processes, self._me)
+        self._watched = [
+            rank
+            for rank, process in enumerate(self._processes)
             if rank != launch.rank and (0 in (rank, launch.rank) or self._me.can_see(process))
         ]
+        self._beats = dict.fromkeys(self._watched, "")
+        self._silent_rounds = dict.fromkeys(self._watched, 0)
+        self._rounds = self._rounds_after_failure = 0
         # The store may have served an earlier start by torchrun, or an earlier job of a sweep.
         token = on_rank_zero(lambda: token_hex(8))
         store = TCPStore(launch.master_addr, launch.master_port, is_master=False, wait_for_workers=False)
@@ -121,94 +98,61 @@ class Peers:
         self._thread = threading.Thread(target=self._talk, name="peers", daemon=True)
         self._thread.start()
 
+    def _name(self, rank: int) -> str:
+        return f"rank {rank} on {self._processes[rank].host}"
+
     def _talk(self) -> None:
         try:
             while not self._beat():
                 self._wake.wait(BEAT_S if self._leave_by is None else BEAT_S / 10)
                 self._wake.clear()
         except DistError:
-            self._cut_off = True
+            self.why = self.why or f"{self._name(0)} died, or its launcher: the store that connects the ranks is gone"
 
     def _beat(self) -> bool:
-        """Writes this rank's news to the store and reads the others'; true after the last round."""
-        self._rounds_begun += 1
+        """Writes this rank's news to the store, and reads and judges the others'; true after the last round."""
+        self._rounds += 1
         leave_by = self._leave_by
-        self._store.set(f"beat/{self._rank}", str(self._rounds_begun) if leave_by is None else _LEFT)
+        # Before beats are read: a rank that left in order has written so by then.
+        ended = [rank for rank in self._watched if self._can_see(rank) and self._processes[rank].has_ended()]
+        self._store.set(f"beat/{self._rank}", str(self._rounds) if leave_by is None else _LEFT)
         # The first one to write is heard. An empty string changes nothing and returns what is there.
         self.failure = self._store.compare_set("failure", "", self._own_failure).decode()
-        self._end = self._store.compare_set("end", "", self._own_end).decode()
-        beats = self._store.multi_get([f"beat/{peer.rank}" for peer in self._peers])
-        self._beats = {peer.rank: beat.decode() for peer, beat in zip(self._peers, beats, strict=True)}
-        self._rounds_done = self._rounds_begun
+        end = self._store.compare_set("end", "", self._own_end).decode()
+        beats = [beat.decode() for beat in self._store.multi_get([f"beat/{rank}" for rank in self._watched])]
+        for rank, beat in zip(self._watched, beats, strict=True):
+            is_silent = beat == self._beats[rank] and beat != _LEFT
+            self._silent_rounds[rank] = self._silent_rounds[rank] + 1 if is_silent else 0
+            self._beats[rank] = beat
+        self.why = self.why or end or self._judge(ended)
         if leave_by is None:
             return False
         # The store may live in rank 0, whose end would cut off the others before they have left.
-        return self._rank != 0 or set(self._beats.values()) == {_LEFT} or time.monotonic() > leave_by
+        return self._rank != 0 or set(beats) == {_LEFT} or time.monotonic() > leave_by
 
-    def check(self, passed_s: float, idle_s: float) -> str | None:
-        """Why the run must end, as far as this rank knows; waits for nothing.
-
-        `passed_s` are the seconds for which this process ran since the last call, `idle_s` those since its last
-        progress.
-        """
-        if self._thread is None or self._end:
-            return self._end or None
-        heard_s = self._heard_s(passed_s)
-        for peer in self._peers:
-            beat = self._beats.get(peer.rank)
-            peer.silent_s = peer.silent_s + heard_s if beat == peer.beat else 0.0
-            peer.beat = beat
-            if beat == _LEFT:
-                continue
-            if self._has_died(peer):
-                return f"{peer.name} died"
-            if peer.silent_s > SILENT_S:
-                if self._me.can_see(peer.process):
+    def _judge(self, ended: Sequence[int]) -> str:
+        """Why the run must end by this round's beats, if at all."""
+        for rank, beat in self._beats.items():
+            if rank in ended and beat != _LEFT:
+                return f"{self._name(rank)} died"
+            if self._silent_rounds[rank] * BEAT_S > SILENT_S:
+                if self._can_see(rank):
                     # It may end at this moment.
                     with suppress(ProcessLookupError):
-                        os.kill(peer.process.process, STACKS_SIGNAL)
-                return f"{peer.name} has given no sign of life for {SILENT_S:.0f} s"
-        if self.failure:
-            self._followed_s += passed_s
-        if self._followed_s > FOLLOW_S:
-            return f"{self.failure}, and other ranks did not"
-        return None if self._beats.get(0) == _LEFT else self._problem_of_store(idle_s)
+                        os.kill(self._processes[rank].process, STACKS_SIGNAL)
+                return f"{self._name(rank)} has given no sign of life for {SILENT_S:.0f} s"
+        self._rounds_after_failure += bool(self.failure)
+        return f"{self.failure}, and other ranks did not" if self._rounds_after_failure * BEAT_S > FOLLOW_S else ""
 
-    def _problem_of_store(self, idle_s: float) -> str | None:
-        if self._cut_off:
-            return f"{self._server} died, or its launcher: the store that connects the ranks is gone"
-        if min(self._unanswered_s, idle_s) > SILENT_S:
-            return (
-                f"the store that connects the ranks, of {self._server} or its launcher, has given no answer for "
-                f"{SILENT_S:.0f} s, in which this rank made no progress"
-            )
-        return None
+    def _can_see(self, rank: int) -> bool:
+        return self._me.can_see(self._processes[rank])
 
-    def _heard_s(self, passed_s: float) -> float:
-        """Seconds for which the store has answered, from the beats read before to the newest ones."""
-        self._unanswered_s += passed_s
-        if self._rounds_done == self._rounds_read:
-            return 0.0
-        # A store that answers late still has beats of that time to deliver.
-        heard_s = min(self._unanswered_s, _LONG_ROUND * BEAT_S)
-        self._rounds_read, self._unanswered_s = self._rounds_done, 0.0
-        return heard_s
-
-    def _has_died(self, peer: _Peer) -> bool:
-        if not self._me.can_see(peer.process) or not peer.process.has_ended():
-            return False
-        if peer.gone_at is None:
-            peer.gone_at = self._rounds_begun
-            self._wake.set()
-        # It may have left in order: a round that began after its end has read its last beat.
-        return self._cut_off or self._rounds_done > peer.gone_at
-
-    def news(self) -> str | None:
+    def news(self) -> str:
         """What has happened to another rank, if anything; waits a moment for news."""
         until = time.monotonic() + 2 * BEAT_S
-        while (why := self.failure or self.check(0.0, 0.0)) is None and self._peers and time.monotonic() < until:
+        while not (self.failure or self.why) and self._thread is not None and time.monotonic() < until:
             time.sleep(BEAT_S / 20)
-        return why
+        return self.failure or self.why
 
     def end_run(self, why: str) -> None:
         """Tells all ranks why the run ends."""
@@ -223,7 +167,7 @@ class Peers:
             self._own_failure = f"rank {self._rank} on {self._me.host} ended with {' '.join(failure.split())[:500]}"
         self._leave_by = time.monotonic() + (FOLLOW_S if failure is None else 2 * BEAT_S)
         self._wake.set()
-        self._thread.join(FOLLOW_S + _LONG_ROUND * BEAT_S)
+        self._thread.join(FOLLOW_S + 5 * BEAT_S)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,14 +237,14 @@ class Watchdog:
         # No traceback for an end that was asked for, or for an error shown without one.
         if isinstance(error, Exception) and not isinstance(error, UserError | RunError):
             why = self._peers.news()
-            if why is not None:
+            if why:
                 error.add_note(f"watchdog: {why}")
             # The disk may be full.
             with suppress(OSError):
                 self._file.write(self._header("it ended with an error"))
                 traceback.print_exception(error, file=self._file)
                 self._file.flush()
-            if why is not None and not self._peers.failure:
+            if why and not self._peers.failure:
                 # This rank's own error is only a broken connection.
                 traceback.print_exception(error)
                 self._end(why)
@@ -356,13 +300,13 @@ class Watchdog:
             mark = self._mark
             idle_s = idle_s + passed_s if mark is seen else 0.0
             seen = mark
-            why = self._peers.check(passed_s, idle_s)
-            if why is None and idle_s > self._limit_s(mark):
+            why = self._peers.why
+            if not why and idle_s > self._limit_s(mark):
                 why = (
                     f"{self._name} has made no progress for {self._limit_s(mark):.0f} s in {mark.doing} "
                     f"(trainer.hang_timeout={self._hang_timeout_s:g})"
                 )
-            if why is not None and not self._leaving.is_set():
+            if why and not self._leaving.is_set():
                 self._end(why)
 
     def _end(self, why: str) -> None:
