@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.command import CRASH, USER_ERROR, importing_torch, print_error, print_job, run_with_config
-from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.commands.command_line import Request, hydra_settings, record_sweep
 from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserError, list_argument, shell_word, visible
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
@@ -41,26 +41,28 @@ def run_job(job: Job, launch: Launch) -> "EndReason":
         UserError: The machine, the data, the run directory or a checkpoint does not allow the run.
         RunError: The run failed; with a forecast and remedies if memory ran out.
     """
-    set_environment(job.config)
-    prepare_libraries()
-    with importing_torch():
-        from gpt_pretrain.features.resolve import build_run_spec, detect_platform
-        from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
-        from gpt_pretrain.training.run import train
+    with hydra_settings(job):
+        set_environment(job.config)
+        prepare_libraries()
+        with importing_torch():
+            from gpt_pretrain.features.resolve import build_run_spec, detect_platform
+            from gpt_pretrain.plan.out_of_memory import explain_out_of_memory, ran_out_of_memory
+            from gpt_pretrain.training.run import train
 
-    spec = build_run_spec(job.config, launch, detect_platform())
-    try:
-        return train(spec)
-    except Exception as error:
-        # A RunError has said what failed.
-        if isinstance(error, RunError) or not ran_out_of_memory(error):
-            raise
-        traceback.print_exc()
-        raise RankError(explain_out_of_memory(spec, error)) from error
+        spec = build_run_spec(job.config, launch, detect_platform())
+        try:
+            return train(spec)
+        except Exception as error:
+            # A RunError has said what failed.
+            if isinstance(error, RunError) or not ran_out_of_memory(error):
+                raise
+            traceback.print_exc()
+            raise RankError(explain_out_of_memory(spec, error)) from error
 
 
-def run_sweep(jobs: Sequence[Job], launch: Launch) -> int:
+def run_sweep(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     """Trains the jobs one after another, also after one that failed; returns the largest of their exit codes."""
+    record_sweep(request)
     codes = []
     for number, job in enumerate(jobs):
         print_job(number, jobs)
@@ -146,7 +148,7 @@ def train_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     if len(jobs) > 1:
         check_sweep(jobs, launch)
     if request.options.multirun:
-        return run_sweep(jobs, launch)
+        return run_sweep(request, jobs, launch)
     reason = run_job(jobs[0], launch)
     from gpt_pretrain.training.stop import EXIT_CODES
 

@@ -65,6 +65,10 @@ BAD_INPUTS = {
         ["data=mmap", f"model.data.data_prefix=[{'9' * 400},a,1,b]"],
         [("model.data.data_prefix=", "leave that path out")],
     ),
+    "Hydra's directory below a file": (
+        ["hydra.run.dir=pyproject.toml/x"],
+        [(" pyproject.toml/x", "hydra.run.dir=pyproject.toml/x")],
+    ),
     "a sweep below a file": (
         ["-m", "model.seed=1,2", "hydra.sweep.dir=pyproject.toml/x", "run_dir=null"],
         [("pyproject.toml", "run_dir=")],
@@ -91,7 +95,7 @@ BAD_INPUTS = {
         [("trainer.devices=8,", "torchrun --nproc-per-node 8 ", "trainer.devices=null")],
     ),
     "a boolean for a word": (["checkpoint.resume=true"], [("checkpoint.resume=true ", "auto", "never")]),
-    "Hydra's own key": (["hydra.sweep.dirr=x"], [("'hydra.sweep.dirr'", "\n       Key 'dirr' ")]),
+    "Hydra's own key": (["hydra.jobb.name=x"], [("'hydra.jobb.name'", "\n       Key 'jobb' ")]),
     "primary file": (["--config-name", "confg"], [("--config-name=confg:", str(REPOSITORY / "conf"), "config?")]),
     "path for a name": (
         ["--config-name", "conf/model/tiny.yaml"],

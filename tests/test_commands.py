@@ -164,6 +164,7 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
         "gpt_pretrain.__main__ --config-dir={}",
         "gpt_pretrain.__main__ --config-name={}",
         "gpt_pretrain.__main__ run_dir={}",
+        "gpt_pretrain.__main__ hydra.run.dir={}",
         "gpt_pretrain.compare.__main__ runs=[{}]",
         "gpt_pretrain.checkpoint.__main__ list {}",
         "gpt_pretrain.import_hf path={} out=out",

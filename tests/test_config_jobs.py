@@ -1,13 +1,16 @@
 """The checks of a command line in process: what is collected into one error, and which Hydra features work."""
 
 import dataclasses
+import os
 import re
 import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 
 from gpt_pretrain.__main__ import main
-from gpt_pretrain.commands.command_line import check_request, parse_command_line
+from gpt_pretrain.commands.command_line import check_request, hydra_settings, parse_command_line, record_sweep
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.source import Source
@@ -146,7 +149,7 @@ def test_unknown_keys_in_a_mapping_are_refused():
         "model.optim.betas.0=0.5",
         "~experiment",
         "logging={wandb: false}",
-        "hydra.searchpath=[]",
+        "hydra.job.name=mine",
         "model.data.text_files=[]",
         # Empty, and meant: no value follows in an argument of its own.
         "logging.wandb_project=",
@@ -367,6 +370,11 @@ def test_a_file_sweeps_over_nothing_no_less(my_conf):
     assert_names([found], "model.seed=range(1,1)")
 
 
+def test_parameters_of_the_sweeper_that_the_command_line_cannot_set_are_told():
+    (found,) = problems("-m", "hydra.sweeper.params={model.seed: '1,2'}")
+    assert_names([found], "hydra.sweeper.params")
+
+
 def test_a_sweep_over_the_options_that_a_pattern_names():
     swept = jobs("-m", "model=glob(gpt2_1*)", "fp8=none")
     assert [job.name for job in swept] == ["model=gpt2_124m", "model=gpt2_1_5b"]
@@ -475,22 +483,28 @@ def test_a_sweep_ends_with_the_command_that_compares_its_runs(tmp_path):
     assert all((tmp_path / "sweep" / name / "metrics.jsonl").is_file() for name in "01")
 
 
-@pytest.mark.parametrize(
-    "override",
-    [
-        "hydra.run.dir=x",
-        "hydra.jobb.name=x",
-        "+hydra.job.env_set.A=1",
-        "hydra/job_logging=default",
-        "hydra={verbose: true}",
-        "+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback",
-    ],
-)
-def test_what_hydra_would_do_with_a_job_is_refused(override):
-    (found,) = problems(override)
-    assert_names([found], f"{override} run_dir gpt_pretrain.extend leave")
+def test_a_sweep_records_what_it_sweeps_over(tmp_path):
+    request = parse_command_line(["-m", "model.seed=1,2", f"hydra.sweep.dir={tmp_path}/sweep"])
+    check_request(request, read_launch())
+    record_sweep(request)
+    recorded = yaml.safe_load((tmp_path / "sweep" / "multirun.yaml").read_text())
+    assert recorded["hydra"]["overrides"]["task"] == ["model.seed=1,2"]
 
 
-def test_parameters_of_the_sweeper_that_the_command_line_cannot_set_are_told():
-    (found,) = problems("-m", "hydra.sweeper.params={model.seed: '1,2'}")
-    assert_names([found], "hydra.sweeper.params")
+def test_hydras_own_settings_of_a_job_hold_while_it_runs(tmp_path, monkeypatch):
+    monkeypatch.delenv("OF_A_JOB", raising=False)
+    settings = ["hydra.output_subdir=.hydra", "hydra.job.chdir=true", "+hydra.job.env_set.OF_A_JOB=${hydra:job.name}"]
+    (job,) = jobs("model.seed=7", f"hydra.run.dir={tmp_path}/hydra", *settings)
+    before = Path.cwd()
+    with hydra_settings(job):
+        assert (Path.cwd(), os.environ["OF_A_JOB"]) == (tmp_path / "hydra", "gpt_pretrain")
+    assert (Path.cwd(), os.environ.get("OF_A_JOB")) == (before, None)
+    written = {path.stem: yaml.safe_load(path.read_text()) for path in (tmp_path / "hydra/.hydra").iterdir()}
+    assert written["config"]["model"]["seed"] == 7
+    assert written["hydra"]["hydra"]["job"]["chdir"] is True
+    assert written["overrides"] == ["model.seed=7"]
+
+
+def test_callbacks_of_hydra_are_refused():
+    (found,) = problems("+hydra.callbacks.mine._target_=hydra.experimental.callbacks.LogJobReturnCallback")
+    assert_names([found], "hydra.callbacks 'mine' docs/bring_your_own.md")

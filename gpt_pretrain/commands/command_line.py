@@ -1,24 +1,29 @@
 """The command line of a run: `parse_command_line` → `check_request` → `show`, or the jobs.
 
-Hydra itself answers its options that show something (`--cfg`, `--info`); only `--help` and the
-errors are ours.
+Hydra itself answers its options that show something (`--cfg`, `--info`); only `--help` and the errors are ours.
+`hydra_settings` gives a job what Hydra's own keys (`hydra.run.dir`, `hydra.job.chdir`, …) ask for.
 """
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import chdir, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Any, cast
 
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.utils import configure_log, env_override
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from gpt_pretrain.commands.arguments import print_help
-from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.keys import (
     did_you_mean,
@@ -31,7 +36,9 @@ from gpt_pretrain.config.keys import (
 )
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import JOB_NAME, Loader, Source, composition_problem
+from gpt_pretrain.launch.environment import limit_met
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.rules.extensions import extended_loader
@@ -196,3 +203,67 @@ def _show_with_hydra(request: Request) -> None:
         raise ConfigError([composition_problem(error)]) from error
     finally:
         GlobalHydra.instance().clear()
+
+
+@contextmanager
+def hydra_settings(job: Job) -> Iterator[None]:
+    """What a job's own Hydra keys ask for while it runs: a directory, files that describe it, logging, an environment.
+
+    Raises:
+        UserError: Hydra's directory or files cannot be written.
+    """
+    settings = job.composed.hydra
+    # As Hydra's `set_config`, without a copy.
+    HydraConfig.instance().cfg = cast(Any, job.composed)
+    try:
+        directory = _describe_job(job)
+        configure_log(settings.job_logging, settings.verbose)
+        with env_override(settings.job.env_set), chdir(directory) if settings.job.chdir else nullcontext():
+            yield
+    finally:
+        HydraConfig.instance().cfg = None
+
+
+@ended_at_once()
+def _describe_job(job: Job) -> Path:
+    """Makes the directory of `hydra.run.dir` or of a sweep's job, and the files of `hydra.output_subdir`, if any."""
+    composed, settings = job.composed, job.composed.hydra
+    swept = settings.mode is RunMode.MULTIRUN
+    directory = Path(settings.sweep.dir, settings.sweep.subdir) if swept else Path(settings.run.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        if settings.output_subdir is not None:
+            (directory / settings.output_subdir).mkdir(parents=True, exist_ok=True)
+            own = {name: node for name, node in composed.items_ex(resolve=False) if name != "hydra"}
+            sections = {"config": own, "hydra": {"hydra": settings}, "overrides": settings.overrides.task}
+            for name, section in sections.items():
+                OmegaConf.save(section, directory / settings.output_subdir / f"{name}.yaml")
+    except OSError as error:
+        raise _unwritable(error, settings, "hydra.run.dir", "hydra.output_subdir") from error
+    return directory
+
+
+@ended_at_once()
+def record_sweep(request: Request) -> None:
+    """Writes the composition of a sweep, with what it sweeps over, to `multirun.yaml` in its directory.
+
+    Raises:
+        UserError: The directory cannot be written.
+    """
+    composed = request.loader.compose([*request.overrides, "hydra.mode=MULTIRUN"], RunMode.MULTIRUN)
+    directory = Path(composed.hydra.sweep.dir)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(composed, directory / "multirun.yaml")
+    except OSError as error:
+        raise _unwritable(error, composed.hydra, "hydra.sweep.dir") from error
+
+
+def _unwritable(error: OSError, settings: DictConfig, *keys: str) -> Exception:
+    """The error for a place that Hydra's `keys` name; a limit that is met is no matter of the place."""
+    if limit_met(error) is not None:
+        return error
+    where = ", ".join(f"{key}={written(OmegaConf.select(settings, key.removeprefix('hydra.')))}" for key in keys)
+    return UserError(
+        f"Hydra cannot write {error.filename}: {error.strerror}; give another directory ({where}), or leave it out"
+    )

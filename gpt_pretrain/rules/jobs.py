@@ -50,6 +50,8 @@ class Job:
     overrides: tuple[str, ...]
     """What distinguishes the job from the sweep's other jobs; empty without a sweep."""
     config: Config
+    composed: DictConfig
+    """What Hydra composed, with its `hydra` section."""
     submission: Submission | None = None
     """How the job is submitted to Slurm; None: it runs in this process."""
     arguments: tuple[str, ...] = ()
@@ -123,12 +125,19 @@ def _read_job(
     problems, origins = _check_files(loader, lines)
     if composed.hydra.mode is RunMode.MULTIRUN and not multirun:
         return composed, None, [*problems, "hydra.mode=MULTIRUN: a sweep is started with -m"]
+    if composed.hydra.callbacks:
+        problems.append(
+            f"hydra.callbacks={show(list(composed.hydra.callbacks))} are not called; register a callback with "
+            "gpt_pretrain.extend (docs/bring_your_own.md)"
+        )
     with open_dict(composed):
         composed.hydra.job.num = number
         composed.hydra.job.id = str(number)
+        directory = Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir) if multirun else composed.hydra.run.dir
+        composed.hydra.runtime.output_dir = str(Path(directory).absolute())
         is_open = "run_dir" in composed and not OmegaConf.is_interpolation(composed, "run_dir")
         if multirun and is_open and composed.run_dir is None:
-            composed.run_dir = str(Path(composed.hydra.sweep.dir, composed.hydra.sweep.subdir).absolute())
+            composed.run_dir = composed.hydra.runtime.output_dir
     # As Hydra's `set_config`, without a copy.
     HydraConfig.instance().cfg = cast(Any, composed)
     try:
@@ -262,7 +271,15 @@ def check_command(
             arguments, unfit = submitted_overrides(composed, config, names_fp8=loader.saved is None)
             wrong += unfit
         if not wrong:
-            jobs.append(Job(overrides=varying, config=config, submission=submission, arguments=tuple(arguments)))
+            jobs.append(
+                Job(
+                    overrides=varying,
+                    config=config,
+                    composed=composed,
+                    submission=submission,
+                    arguments=tuple(arguments),
+                )
+            )
     problems += _told_once(found)
     problems += _shared_run_dirs(jobs)
     if problems:

@@ -37,9 +37,6 @@ READERS = {
     "compare": ("compare",),
 }
 
-# Hydra's own keys and groups that mean something here.
-_HYDRAS = re.compile(r"hydra(?:\.searchpath|\.mode|[./](?:sweep|sweeper|launcher)(?:\.|$))")
-
 # Groups without which the configuration is still complete.
 OPTIONAL_GROUPS = ("experiment",)
 
@@ -76,9 +73,7 @@ def override_problems(override: Override, loader: Loader, groups: Sequence[str],
     if not name:
         yield f"{override.input_line}: there is no key before =; write key=value"
     elif override.is_hydra_override() or name == "hydra":
-        if not _HYDRAS.match(name):
-            why = "a run has its own directory (run_dir), log, environment and callbacks (gpt_pretrain.extend)"
-            yield f"{override.input_line} is Hydra's own, and has no effect here: {why}; leave it out"
+        return
     elif name in groups or name in OPTIONAL_GROUPS:
         # `model={num_layers: 2}` sets keys of the section of that name, as in every Hydra application.
         sets_keys = isinstance(override.value(), dict)
