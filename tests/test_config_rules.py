@@ -149,6 +149,9 @@ RULES = [
         "model.activation=gelu model.bias_activation_fusion=true",
         "model.bias_activation_fusion=true model.activation=gelu",
     ),
+    Refused("model.bias_activation_fusion=true model.activation=squared_relu"),
+    Refused("model.z_loss_coeff=0.0001 model.cross_entropy_loss_fusion=false"),
+    Refused("model.z_loss_coeff=0.0001 model.cross_entropy_fusion_impl=native"),
     Refused(
         "model.activation=gelu_tanh model.bias_activation_fusion=true",
         "model.bias_activation_fusion=true model.bias=true model.activation=gelu_tanh",
