@@ -73,7 +73,6 @@ RULES = [
     Refused("trainer.num_nodes=2"),
     Refused("model.max_position_embeddings=128", "model.encoder_seq_length=256 model.max_position_embeddings=128"),
     Refused("model.overlap_param_gather=true"),
-    Refused("model.ddp_bucket_size=1000000"),
     Refused(
         "parallelism=zero2 model.use_distributed_optimizer=false model.overlap_param_gather=false",
         "model.data_parallel_sharding_strategy=optim_grads model.use_distributed_optimizer=false",
@@ -111,8 +110,6 @@ RULES = [
     ),
     Refused("parallelism=zero2 model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
     Refused("parallelism=dp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
-    Refused("model.optim.exp_avg_sq_dtype=fp16"),
-    Refused("model.optim.main_params_dtype=fp16"),
     Refused(f"{LEAN} model.optim.exp_avg_sq_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp8 4"),
     Refused(
         f"{LEAN} model.optim.exp_avg_sq_dtype=bf16 model.optim.betas=[0.9,0.999]",
@@ -142,10 +139,6 @@ RULES = [
         "model.activations_checkpoint_num_layers=3 activations_checkpoint_granularity=full",
     ),
     Refused(
-        "model.activations_checkpoint_granularity=selective model.activations_checkpoint_method=block",
-        "model.activations_checkpoint_method=block model.activations_checkpoint_granularity=selective",
-    ),
-    Refused(
         "model.activation=gelu model.bias_activation_fusion=true",
         "model.bias_activation_fusion=true model.activation=gelu",
     ),
@@ -165,20 +158,10 @@ RULES = [
         "model.optim.sched.min_lr=3e-05 model.optim.lr=1e-05",
         legal=f"model.optim.lr=3e-5 {MIN_LR}",
     ),
-    Refused(
-        f"model.optim.sched.name=constant {MIN_LR}", "model.optim.sched.min_lr=3e-05 model.optim.sched.name=constant"
-    ),
     Refused("model.optim.sched.init_lr=1 model.optim.lr=0.5", legal="model.optim.sched.init_lr=0.5 model.optim.lr=0.5"),
     Refused("model.optim.betas=[0.9,1]", "model.optim.betas=[0.9, 1.0]"),
     Refused("model.optim.betas=[0.9]"),
     Refused(f"{LEAN} optimizer=muon", f"{SMALL} model.optim.name=muon"),
-    Refused("model.optim.muon_momentum=0.9"),
-    Refused("model.optim.muon_num_ns_steps=6"),
-    Refused("model.optim.muon_tp_mode=blockwise"),
-    Refused(
-        "model.optim.name=sgd parallelism=single model.optim.muon_split_qkv=false",
-        "model.optim.muon_split_qkv=false model.optim.name=sgd",
-    ),
     Refused(
         "model.optim.decoupled_lr=1e-5 model.optim.sched.init_lr=1e-4",
         "model.optim.sched.init_lr=0.0001 model.optim.decoupled_lr=1e-05",
@@ -189,16 +172,12 @@ RULES = [
     Refused(
         f"{WSD} model.optim.sched.wsd_decay_steps=281", "model.optim.sched.wsd_decay_steps=281 trainer.max_steps=300"
     ),
-    Refused("model.optim.sched.wsd_decay_steps=5 model.optim.sched.name=cosine"),
     Refused(
         "data=mmap", "model.data.data_impl=mmap model.data.data_prefix", legal="data=mmap model.data.data_prefix=[web]"
     ),
     Refused(
         "data=text", "model.data.data_impl=text model.data.text_files", legal="data=text model.data.text_files=[a.txt]"
     ),
-    Refused("model.data.data_prefix=[web]"),
-    Refused("data=mock model.data.text_files=[a.txt]", "model.data.text_files=[a.txt] model.data.data_impl=mock"),
-    Refused("model.data.validation_prefix=[web]"),
     Refused(
         "data=mmap model.data.data_prefix=[web] model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
         "model.data.validation_prefix=[valid] trainer.limit_val_batches=0",
@@ -232,7 +211,6 @@ RULES = [
         "model.tokenizer.library=bpe model.data.data_impl=mock file model.tokenizer.model",
     ),
     Refused("model.tokenizer.library=file", legal="model.tokenizer.library=file model.tokenizer.model=tokenizer.json"),
-    Refused("model.tokenizer.model=tokenizer.json"),
     Refused("model.tokenizer.vocab_size=2049"),
     Refused("trainer.max_time='10:00:00'"),
     Refused(
@@ -251,10 +229,6 @@ RULES = [
     ),
     Refused("trainer.max_time='00:00:00:00'"),
     Refused("trainer.deterministic=true model.cross_entropy_fusion_impl=native"),
-    Refused(
-        "model.cross_entropy_loss_fusion=false model.cross_entropy_fusion_impl=linear",
-        "model.cross_entropy_fusion_impl=linear model.cross_entropy_loss_fusion=false",
-    ),
     Refused(
         "checkpoint.save_interval_minutes=null checkpoint.save_at_end=false checkpoint.keep_last=2",
         "checkpoint.keep_last=2",

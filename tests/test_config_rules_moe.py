@@ -14,11 +14,6 @@ OVERLAP = "model.overlap_moe_expert_parallel_comm=true"
 PADDING = "model.moe_router_padding_for_quantization=true"
 
 RULES = [
-    Refused("model.expert_model_parallel_size=2", world_size=2),
-    Refused("model.moe_ffn_hidden_size=64"),
-    Refused("model.moe_router_topk=4"),
-    Refused("model.moe_token_dispatcher_type=allgather"),
-    Refused("model.moe_router_load_balancing_type=none"),
     Refused(
         f"{MOE} model.moe_aux_loss_coeff=3 model.moe_router_load_balancing_type=none",
         "model.moe_aux_loss_coeff=3.0 model.moe_router_load_balancing_type=none",
@@ -31,7 +26,6 @@ RULES = [
     Refused(f"{MOE} model.bias=true", "model.bias=true model.qkv_bias"),
     Refused(f"{MOE} parallelism=tp2", "model.tensor_model_parallel_size=2 model.sequence_parallel=true"),
     Refused(f"{MOE} parallelism=cp2", "model.context_parallel_size=2 model.num_moe_experts", world_size=2),
-    Refused(OVERLAP, world_size=2),
     Refused(f"{MOE} {OVERLAP}", f"{OVERLAP} model.expert_model_parallel_size=1"),
     Refused(f"{MOE} parallelism=ep2 {OVERLAP} {ALL_GATHER}", f"{OVERLAP} {ALL_GATHER}", world_size=2),
     Refused(
@@ -71,7 +65,6 @@ RULES = [
         f"{MOE} model.moe_permute_fusion=true model.transformer_engine=false",
         "model.moe_permute_fusion=true model.transformer_engine=false",
     ),
-    Refused("model.moe_permute_fusion=true"),
     Refused(
         f"{MOE} model.moe_grouped_kernel=triton model.transformer_engine=false",
         "model.moe_grouped_kernel=triton model.transformer_engine=false",
@@ -88,7 +81,6 @@ RULES = [
         f"{MOE} model.moe_grouped_kernel=triton model.grad_reduce_in_fp32=false trainer.precision=bf16",
         "model.moe_grouped_kernel=triton model.grad_reduce_in_fp32=false",
     ),
-    Refused("model.moe_grouped_kernel=triton"),
     Refused(
         f"{FP8} model.fp8_emulate=true model.moe_grouped_kernel=triton",
         "model.moe_grouped_kernel=triton model.fp8_emulate=true",

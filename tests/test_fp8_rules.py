@@ -21,16 +21,11 @@ EMULATE = "model.fp8_emulate=true"
 PARAMS = "model.fp8_params=true"
 
 WRONG = [
-    Refused("model.fp8_margin=1"),
     Refused(
         f"fp8=delayed model.fp8=false {PARAMS} model.fp8_exclude=[*.mlp.*]",
-        "model.fp8_recipe=delayed model.fp8_hybrid=true model.fp8_margin=0 "
-        f"model.fp8_amax_history_len=1024 model.fp8_amax_compute_algo=max {PARAMS} "
-        "model.fp8_exclude=[*.mlp.*] model.fp8=false",
-        legal=f"fp8=delayed {PARAMS}",
+        "model.fp8_recipe=delayed model.fp8_hybrid=true model.fp8_margin=0 model.fp8_amax_history_len=1024 "
+        f"model.fp8_amax_compute_algo=max {PARAMS} model.fp8_exclude=[*.mlp.*] model.fp8=false",
     ),
-    Refused(EMULATE),
-    Refused("logging.fp8_statistics_interval=100"),
     Refused("model.fp8=true model.fp8_hybrid=false", "model.fp8_hybrid=false model.fp8_e4m3=null"),
     Refused(
         "fp8=delayed model.fp8_amax_history_len=100000000", "model.fp8_amax_history_len=100000000 2,000,000,000 1024"

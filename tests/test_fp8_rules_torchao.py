@@ -12,10 +12,8 @@ TENSORWISE, ROWWISE, GW_HP = (
 )
 AUTO = "model.fp8_exclude=auto"
 OTHER_ENGINE = "model.fp8_backend=transformer_engine"
-FIRST = "fp8=torchao_tensorwise model.fp8_recipe=tensorwise"
 
 WRONG = [
-    Refused("model.fp8_backend=torchao"),
     Refused(
         f"fp8=torchao_rowwise {EMULATE} model.fp8_recipe=delayed",
         "model.fp8_recipe=delayed model.fp8_backend=torchao tensorwise rowwise rowwise_with_gw_hp",
@@ -98,7 +96,6 @@ WRONG = [
         f"{ROWWISE} {AUTO}",
         "model.fp8=true model.fp8_exclude=[auto] 4 self_attention.linear_qkv 256×128 mlp.linear_fc2 128×384",
     ),
-    Refused("model.fp8_exclude=[auto]"),
     Refused(
         f"{TENSORWISE} model.fp8_exclude=[auto_filter_small_kn]",
         "model.fp8_exclude 'auto_filter_small_kn' auto",
