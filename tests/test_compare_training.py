@@ -77,19 +77,6 @@ def test_a_variant_may_choose_optimizer_and_recipe_of_an_experiment(tmp_path):
     assert chosen == [("adam", False), ("sgd", True)]
 
 
-def test_variants_whose_names_look_alike_have_directories_of_their_own(tmp_path):
-    # Their first 60 characters are the same.
-    long = "model.optim.lr=0.001 model.optim.weight_decay=0.1 model.optim.sched.min_lr=0.0000"
-    runs = planned(tmp_path, variants(*(f"{long}{digit}" for digit in (1, 2, 3))), "compare.seeds=2")
-    assert len(set(places(runs))) == 6
-
-
-def test_statistics_of_fp8_that_the_command_line_asks_for_are_for_fp8(tmp_path):
-    runs = planned(tmp_path, variants("bf16", DELAYED), "logging.fp8_statistics_interval=5", "compare.seeds=2")
-    assert [run.config.logging.fp8_statistics_interval for run in runs] == [None, 5, None, 5]
-    assert [load_config(run.overrides).logging.fp8_statistics_interval for run in runs] == [None, 5, None, 5]
-
-
 # Overrides of all variants, those of each, and the variants that read them.
 SHARED = {
     "emulation": ("model.fp8_emulate=true", ["bf16", "fp8=delayed", "fp8=tensorwise"], [1, 2]),
@@ -339,11 +326,3 @@ def test_a_run_is_finished_when_its_steps_are_done(tmp_path, records, expected):
         for record in records:
             metrics.write(record)
     assert run.is_finished == expected
-
-
-def test_a_run_whose_records_are_damaged_is_named(tmp_path):
-    run = planned(tmp_path, variants("app", DELAYED))[0]
-    run.run_dir.mkdir(parents=True)
-    Path(metrics_path(run.run_dir)).write_text("{}\n{}\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl:1"):
-        _ = run.is_finished

@@ -131,15 +131,6 @@ def test_missing_packages_are_told_with_the_commands_that_install_them(bare_pyth
     ]
 
 
-def test_requirements_that_cannot_be_read_keep_no_verdict_away(bare_python):
-    (packaging,) = bare_python.parents[1].glob("lib/python*/site-packages/packaging")
-    packaging.unlink()
-    done = ask_doctor(python=bare_python, **NO_DRIVER)
-
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "    python -m pip install packaging\n" in done.stdout
-
-
 def test_probes_that_share_a_gpu_run_one_after_the_other(tmp_path, monkeypatch):
     """In place of Python a program that notes when it begins and ends, and pickles the probe's name."""
     log, fake = tmp_path / "log", tmp_path / "python"

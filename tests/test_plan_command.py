@@ -15,7 +15,6 @@ from tests.checkpoint_files import file_size_limit
 from tests.launching import run_ranks
 from tests.nemo import NEMO_FP8
 from tests.planning import plan_of
-from tests.refusals import check_told
 
 CONFIGURATIONS = [
     ("model=llama3_8b", "parallelism=dp", "fp8=delayed", "model.fp8_params=true", "plan.num_gpus=8"),
@@ -73,11 +72,6 @@ def test_tables_are_readable_at_100_columns(overrides):
 )
 def test_what_the_forecast_does_not_know_is_said(overrides, told):
     assert told in " ".join(printed(*overrides).split())
-
-
-def test_a_count_just_below_a_unit_has_no_exponent():
-    sizes = ("model.encoder_seq_length=512", "model.max_position_embeddings=512", "model.global_batch_size=1953")
-    assert "1953 samples (1M tokens) a step" in printed(*sizes, "model.micro_batch_size=1")
 
 
 def test_what_null_came_to_among_the_kernels_is_shown():
@@ -181,12 +175,6 @@ def test_the_planned_machine_has_flash_attention_where_it_is_asked_for(capsys, t
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["kernels"]["use_flash_attention"] is has_it
 
 
-def test_what_flash_attention_does_not_go_with_the_plan_refuses(capsys):
-    code, _, told = run_plan(capsys, "model=llama3_8b", "parallelism=cp2", "model.use_flash_attention=true")
-    assert code == 2
-    check_told(told.removeprefix("error: "), ["model.use_flash_attention=true", "model.context_parallel_size=2"])
-
-
 @pytest.mark.parametrize(
     ("overrides", "num_gpus", "per_node"),
     [
@@ -213,24 +201,6 @@ def test_a_sweep_is_planned_job_by_job(capsys, tmp_path):
         "0/plan.json",
         "1/plan.json",
     ]
-
-
-def test_help_says_first_that_it_plans_then_what_training_takes(capsys):
-    code, out, _ = run_plan(capsys, "--help")
-    assert code == 0
-    about, _, rest = out.partition("\nExamples\n")
-    assert about.startswith("gpt_pretrain.plan: what a training command would do, without a GPU.\n")
-    assert "plan.json" in about
-    assert "0 planned; 2 training would be refused" in about
-    assert "  python -m gpt_pretrain.plan model=llama3_8b " in rest
-    assert "python -m gpt_pretrain " not in rest
-    assert max(map(len, (about + rest.partition("\nKeys")[0]).splitlines())) <= 80
-
-    assert train(["--help"]) == 0
-    of_training = capsys.readouterr().out
-    assert of_training.startswith("gpt_pretrain: pretrain a GPT ")
-    assert of_training.partition("\nOptions\n")[2] == rest.partition("\nOptions\n")[2]
-    assert "plan.gpu = h200" in rest
 
 
 def test_a_process_plans_the_nemo_command_line_in_seconds(tmp_path):

@@ -124,8 +124,8 @@ class Peers:
             is_silent = beat == self._beats[rank] and beat != _LEFT
             self._silent_rounds[rank] = self._silent_rounds[rank] + 1 if is_silent else 0
             self._beats[rank] = beat
-        self.why = self.why or end or self._judge(ended)
         if leave_by is None:
+            self.why = self.why or end or self._judge(ended)
             return False
         # The store may live in rank 0, whose end would cut off the others before they have left.
         return self._rank != 0 or set(beats) == {_LEFT} or time.monotonic() > leave_by
