@@ -28,7 +28,7 @@ from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.utils import JobRuntime, setup_globals
 from hydra.errors import HydraException, MissingConfigException
-from hydra.plugins.config_source import ConfigResult
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -87,14 +87,27 @@ def check_source(source: Source) -> None:
     raise ConfigError([f"--config-name={source.config_name}: {looked} has no such file{nearest or way}"])
 
 
-def _copy[T](value: T) -> T:
-    """A copy of an object of OmegaConf in a fifth of deepcopy's time."""
-    copied: T = pickle.loads(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
-    return copied
+class _Original[T]:
+    """An object of OmegaConf, and copies to change: pickle takes a fifth of deepcopy's time."""
+
+    def __init__(self, value: T) -> None:
+        self.value = value
+        self._pickled = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        self.num_bytes = len(self._pickled)
+
+    def copy(self) -> T:
+        copied: T = pickle.loads(self._pickled)
+        return copied
 
 
 # Of a composition, which names 30 files in defaults lists. Files that name two others each double with each level.
-_MOST_FILES = 200
+_MOST_FILES, _MOST_PICKLED = 500, 1 << 26
+
+# A file, identified by its place and its state on disk.
+_FileKey = tuple[Any, ...]
+# A process that composes often, as a sweep does, reads and merges the same files once.
+_READ: dict[_FileKey, _Original[ConfigResult]] = {}
+_MERGED: dict[tuple[tuple[str, _FileKey], ...], _Original[DictConfig]] = {}
 
 
 class _Files(ConfigRepository):
@@ -102,11 +115,19 @@ class _Files(ConfigRepository):
 
     def __init__(self, config_search_path: ConfigSearchPath) -> None:
         super().__init__(config_search_path)
-        self._read: dict[str, ConfigResult | None] = {}
+        self._found: dict[str, _FileKey | None] = {}
 
-    def read(self, config_path: str) -> ConfigResult | None:
-        """A file, not to be changed; None where there is none."""
-        if config_path not in self._read:
+    def key(self, config_path: str) -> _FileKey | None:
+        """What identifies a file; None where there is none."""
+        if config_path not in self._found:
+            source = self._find_object_source(config_path, ObjectType.CONFIG)
+            self._found[config_path] = None if source is None else _file_key(source, config_path)
+        return self._found[config_path]
+
+    def read(self, config_path: str) -> _Original[ConfigResult] | None:
+        """A file; None where there is none."""
+        key = self.key(config_path)
+        if key is not None and key not in _READ:
             foreign = self.foreign_file(config_path)
             try:
                 if foreign is not None:
@@ -117,23 +138,25 @@ class _Files(ConfigRepository):
             except UNREADABLE as error:
                 said = " ".join(str(error).split())
                 raise ConfigError([f"{foreign or config_path} cannot be read: {said}"]) from error
-            if foreign is not None and read is not None:
+            assert read is not None
+            if foreign is not None:
                 # Before Hydra searches where the primary file says.
                 _check_hydras_own(foreign, read, "")
-            self._read[config_path] = read
-        return self._read[config_path]
+            _READ[key] = _Original(read)
+        return None if key is None else _READ[key]
 
     def foreign_file(self, config_path: str) -> Path | None:
         """The path of a file that does not belong to a package; None for others."""
         source = self._find_object_source(config_path, ObjectType.CONFIG)
         if source is None or source.scheme() != "file":
             return None
-        path = Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+        path = _file_path(source, config_path)
         return None if path.is_relative_to(find_conf_dir()) else path
 
     def load_config(self, config_path: str) -> ConfigResult | None:
         # A composition changes the files that it merges.
-        return _copy(self.read(config_path))
+        file = self.read(config_path)
+        return None if file is None else file.copy()
 
     def __deepcopy__(self, memo: object) -> "_Files":
         # Hydra copies the repository for each composition.
@@ -146,13 +169,28 @@ class _BoundedFiles(CachingConfigRepository):
     def __init__(self, files: _Files, cache: dict[str, ConfigResult | None]) -> None:
         super().__init__(files)
         self.cache = cache
-        self._num_asked = 0
+        self._files, self._num_asked, self._num_bytes = files, 0, 0
 
     def load_config(self, config_path: str) -> ConfigResult | None:
+        file = self._files.read(config_path)
         self._num_asked += 1
-        if self._num_asked > _MOST_FILES:
+        self._num_bytes += 0 if file is None else file.num_bytes
+        if self._num_asked > _MOST_FILES or self._num_bytes > _MOST_PICKLED:
             raise ConfigError([f"{config_path}: the defaults lists name more than a configuration has; shorten them"])
         return super().load_config(config_path)
+
+
+def _file_path(source: ConfigSource, config_path: str) -> Path:
+    return Path(source.path) / f"{config_path.removesuffix('.yaml')}.yaml"
+
+
+def _file_key(source: ConfigSource, config_path: str) -> _FileKey:
+    place = source.provider, source.full_path(), config_path
+    if source.scheme() != "file":
+        # Of an installed package.
+        return place
+    state = _file_path(source, config_path).stat()
+    return *place, state.st_ino, state.st_mtime_ns, state.st_size
 
 
 class Loader(ConfigLoaderImpl):
@@ -184,7 +222,7 @@ class Loader(ConfigLoaderImpl):
         self._files = _Files(search_path)
         self.repository = self._files
         # Compositions with their files, and the files of the last one.
-        self._composed: dict[tuple[str, ...], tuple[DictConfig, list[ResultDefault]]] = {}
+        self._composed: dict[tuple[str, ...], tuple[_Original[DictConfig], list[ResultDefault]]] = {}
         self._merged: list[ResultDefault] = []
 
     def load_configuration(
@@ -203,8 +241,8 @@ class Loader(ConfigLoaderImpl):
                 foreign = self._files.foreign_file(str(default.config_path))
                 if foreign is not None:
                     _check_hydras_own(foreign, file, default.package or "")
-            self._composed[key] = composed, self._merged
-        return _copy(self._composed[key][0])
+            self._composed[key] = _Original(composed), self._merged
+        return self._composed[key][0].copy()
 
     def _parse_overrides_and_create_caching_repo(
         self, config_name: str | None, overrides: list[str]
@@ -213,9 +251,12 @@ class Loader(ConfigLoaderImpl):
         return parsed, _BoundedFiles(self._files, caching.cache)
 
     def _compose_config_from_defaults_list(self, defaults: list[ResultDefault], repo: IConfigRepository) -> DictConfig:
-        """Hydra's own, which alone sees the files of a composition."""
+        """Hydra's own, which alone sees the files of a composition; it merges the same files once."""
         self._merged = defaults
-        merged = super()._compose_config_from_defaults_list(defaults, repo)
+        files = tuple((repr(default), self._files.key(str(default.config_path)) or ()) for default in defaults)
+        if files not in _MERGED:
+            _MERGED[files] = _Original(super()._compose_config_from_defaults_list(defaults, repo))
+        merged = _MERGED[files].copy()
         for group, values in own.default_values().items():
             # A value in place of the group is refused when the configuration is read.
             if group not in merged or OmegaConf.is_dict(merged[group]):
@@ -257,9 +298,10 @@ class Loader(ConfigLoaderImpl):
         """
         with _told_as_config_error():
             file = None if self.saved is not None else self._files.read(self.source.config_name)
-        if file is None or not isinstance(values := file.config, DictConfig):
+        if file is None or not isinstance(file.value.config, DictConfig):
             return None
-        if "extensions" not in values or (not file.defaults_list and is_saved(list(values))):
+        values = file.value.config
+        if "extensions" not in values or (not file.value.defaults_list and is_saved(list(values))):
             return None
         return OmegaConf.to_container(values, resolve=False)["extensions"]  # type: ignore[index,call-overload]
 
@@ -291,7 +333,7 @@ class Loader(ConfigLoaderImpl):
             if default.config_path is not None:
                 file = self._files.read(default.config_path)
                 assert file is not None, "Hydra lists only files that it found"
-                yield default, file
+                yield default, file.value
 
 
 @cache
