@@ -138,7 +138,7 @@ def test_a_run_logs_the_bits_of_its_validations_bytes(tmp_path, cache_dir):
             tokens += int(counts)
             if counts and label != corpus.tokenizer.eod:
                 text += bytes_by_hand(words[label])
-    assert count_tokens_and_bytes(valid, 16, token_bytes(corpus.tokenizer)) == (tokens, len(text))
+    assert count_tokens_and_bytes(valid, range(16), token_bytes(corpus.tokenizer)) == (tokens, len(text))
     assert len(metrics.validation) == 2
     for record in metrics.validation:
         nats = record.loss * tokens

@@ -27,7 +27,7 @@ def test_training_finds_what_was_prepared_for_it(arguments, tmp_path, capsys):
     config = load_config(arguments)
     corpus = prepare_corpus(config, show_progress=False)
     assert f"prepared: {corpus.train.num_tokens:,} tokens to train on" in told
-    assert f"    {corpus.prefixes[0]}.bin\n" in told
+    assert f"    {corpus.files[0]}.bin\n" in told
     build_datasets(config, corpus, num_train_samples=20 * 8)
     after = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.*")}
     assert {path: after[path] for path in after if path.suffix != ".lock"} == {

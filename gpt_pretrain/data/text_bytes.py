@@ -6,7 +6,7 @@ number here: `why_unknown` says which.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -75,10 +75,10 @@ def token_bytes(tokenizer: Tokenizer) -> numpy.ndarray:
     return found
 
 
-def count_tokens_and_bytes(data: SampleDataset, num_samples: int, of_token: numpy.ndarray) -> tuple[int, int]:
-    """Tokens of the first samples that the loss counts, and the bytes of text that they stand for."""
+def count_tokens_and_bytes(data: SampleDataset, samples: Iterable[int], of_token: numpy.ndarray) -> tuple[int, int]:
+    """Tokens of samples that the loss counts, and the bytes of text that they stand for."""
     num_tokens = num_bytes = 0
-    for index in range(num_samples):
+    for index in samples:
         sample = data[index]
         counted = sample["labels"][sample["loss_mask"] > 0].numpy()
         num_tokens += counted.size

@@ -20,6 +20,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.data.datasets import TokenDataset
 from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.features.small_states import describe_states
@@ -111,10 +112,18 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     off = {"validation": "off (trainer.limit_val_batches=0)"} if setup.config.trainer.limit_val_batches == 0 else {}
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
+    assert isinstance(setup.train_data, TokenDataset), "only random tokens have no corpus"
+    epochs = setup.train_data.epochs
+    of_sources = {
+        f"source {source.name}": f"{source.size.num_tokens:,} tokens in {source.size.num_documents:,} documents, "
+        f"{epochs[source.name]:.2f} epochs"
+        for source in corpus.training.sources
+    }
     described = {
         "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.files), '.bin/.idx pair')}",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
-        f"{setup.train_data.num_epochs:.2f} epochs",
+        f"{setup.train_data.num_epochs:.2f} epochs{' at most' if len(of_sources) > 1 else ''}",
+        **(of_sources if len(of_sources) > 1 else {}),
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
         **off,
     }

@@ -23,8 +23,9 @@ from gpt_pretrain.report.records import (
     EndReason,
     LossSpikeRecord,
     Record,
-    ValidationRecord,
+    SourcesRecord,
     ValidationTasksRecord,
+    validation_record,
 )
 from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
@@ -222,40 +223,46 @@ class Trainer:
         raise problem
 
     def validate(self) -> None:
-        """Logs the loss over the first `trainer.limit_val_batches` batches of the validation split, if there is one."""
+        """Logs the loss over `trainer.limit_val_batches` batches of each validation set, if there is one."""
         if self._valid_batches is None:
             return
         self._log_fp8()
         model, num_batches = self._trainable.model, self.config.trainer.limit_val_batches
+        weights = self._setup.corpus.validation_weights or {"": 1.0}
         with self._meter.paused(), model.gathered_parameters():
             began = time.monotonic()
             on_batch = partial(self._watchdog.progress, "a batch of the validation")
-            loss = validate(model, self._valid_batches, num_batches, on_batch=on_batch)
+            losses = [validate(model, self._valid_batches, num_batches, on_batch=on_batch) for _ in weights]
             self._watchdog.progress("what follows the validation")
-            tokens_per_byte = self._tokens_per_byte
             self._log(
-                ValidationRecord(
-                    step=self.progress.step,
-                    loss=loss,
-                    perplexity=math.inf if loss > 700 else math.exp(loss),
-                    num_samples=num_batches * self.config.model.global_batch_size,
+                validation_record(
+                    self.progress.step,
+                    dict(zip(weights, losses, strict=True)),
+                    weights,
+                    self._bytes_per_token,
+                    num_samples=len(losses) * num_batches * self.config.model.global_batch_size,
                     time_s=time.monotonic() - began,
-                    bits_per_byte=None if tokens_per_byte is None else loss / math.log(2) * tokens_per_byte,
                 )
             )
             self._run_tasks()
             self._callbacks.validation(self.progress.step)
 
     @cached_property
-    def _tokens_per_byte(self) -> float | None:
-        """Of the validation's samples, which are always the same; None if unknown. Every rank asks."""
+    def _bytes_per_token(self) -> list[float] | None:
+        """Of each validation set's samples, which are always the same; None if unknown. Every rank asks."""
         data, tokenizer = self._setup.valid_data, self._setup.corpus.tokenizer
         if data is None or tokenizer is None or why_unknown(tokenizer) is not None:
             return None
         num_samples = self.config.trainer.limit_val_batches * self.config.model.global_batch_size
+        firsts = range(0, data.num_samples, num_samples)
         with self._watchdog.busy("counting the validation's bytes"):
-            tokens, count = on_rank_zero(lambda: count_tokens_and_bytes(data, num_samples, token_bytes(tokenizer)))
-        return tokens / count if count else None
+            counts = on_rank_zero(
+                lambda: [
+                    count_tokens_and_bytes(data, range(first, first + num_samples), token_bytes(tokenizer))
+                    for first in firsts
+                ]
+            )
+        return [num_bytes / tokens for tokens, num_bytes in counts] if all(map(all, counts)) else None
 
     def _run_tasks(self) -> None:
         began, step = time.monotonic(), self.progress.step
@@ -285,6 +292,7 @@ class Trainer:
             losses=tuple(self._guard.losses),
             spikes=tuple(self._guard.spikes),
             fp8_proofs=self._proofs.number,
+            sources=self._setup.train_data.consumed(self.progress.consumed_samples),
         )
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
@@ -327,6 +335,12 @@ class Trainer:
         self._log(record)
         for experts in self._expert_watch.records(self.progress.step):
             self._log(experts)
+        if len(self._setup.corpus.training.sources) > 1:
+            self._log(
+                SourcesRecord(
+                    step=self.progress.step, sources=self._setup.train_data.consumed(self.progress.consumed_samples)
+                )
+            )
         for rank_times in self._stragglers.records(self.progress.step):
             self._log(rank_times)
 
