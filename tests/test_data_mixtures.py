@@ -127,6 +127,7 @@ PATHS = "model.data.data_prefix=[/d/web,/d/code]"
             [PATHS, "model.data.temperature=2", 'model.data.stages=["1e3 web=1","code=1"]'],
             "model.data.temperature=2.0 cannot be combined with model.data.stages",
         ),
+        (["model.data.data_prefix=[0.5,/d/web,0.5,/d/web]"], "model.data.data_prefix names /d/web twice"),
         ([PATHS, "model.data.temperature=0"], "model.data.temperature=0.0 is not positive"),
     ],
 )
@@ -234,6 +235,13 @@ def test_each_validation_set_is_a_sample_of_its_source(tmp_path):
         assert len(documents) == pytest.approx(SIZES[name] / 5, abs=1)
         assert min(documents) < SIZES[name] / 3
         assert max(documents) - min(documents) > SIZES[name] / 3
+
+
+def test_validation_sets_keep_their_names_when_a_stage_has_another_order(tmp_path):
+    overrides = "model.data.splits_string='80,20'", 'model.data.stages=["math=0.2 web=0.5 code=0.3"]'
+    _, valid, corpus = mixture(tmp_path, 10, *overrides)
+    assert list(corpus.validation_weights.items()) == [("web", 0.5), ("code", 0.3), ("math", 0.2)]
+    assert sources_of(tokens_of(valid, 24)) == ["web"] * 8 + ["code"] * 8 + ["math"] * 8
 
 
 def write_text(path, words, num_documents):

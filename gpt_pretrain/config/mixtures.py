@@ -124,7 +124,11 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
     """What is wrong with lists of sources, temperature and stages."""
     own = getattr(data, data.data_impl.files_key or "", [])
     for name in _KEYS:
-        yield from entries_problems(f"model.data.{name}", getattr(data, name))
+        entries = getattr(data, name)
+        yield from entries_problems(f"model.data.{name}", entries)
+        paths = [str(entry) for entry in entries if not is_weight(entry)]
+        if has_own_sources(data, entries) and (twice := [path for path in paths if paths.count(path) > 1]):
+            yield f"model.data.{name} names {twice[0]} twice; give it once, with one weight"
     ways = [f"model.data.temperature={data.temperature}"] if data.temperature is not None else []
     ways += ["model.data.stages"] if data.stages else []
     ways += [f"the weights in model.data.{data.data_impl.files_key}"] if any(map(is_weight, own)) else []

@@ -170,7 +170,8 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     return Corpus(
         training=mixture,
         validation=validation,
-        validation_weights=weights,
+        # In the order of the sets; a stage may name them in another.
+        validation_weights={source.name: weights[source.name] for source in validation},
         splits=data.splits_string if own is None else None,
         tokenizer=tokenizer,
         fingerprints={

@@ -101,6 +101,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
                 numpy.load(path, mmap_mode="r", allow_pickle=False) for path in _drawn_paths(index / stem)
             )
             self._drawn = files, numbers
+        if len(self) < num_samples:
+            raise _no_index(index, ValueError(f"{len(self)} samples of {num_samples}"))
         self._restart()
 
     def _restart(self) -> None:
@@ -119,7 +121,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         return max(self.epochs.values())
 
     def __len__(self) -> int:
-        return len(self._files[0]) if self._drawn is None else self.num_samples
+        return len(self._files[0]) if self._drawn is None else len(self._drawn[0])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Raises a UserError where the index points to no tokens."""

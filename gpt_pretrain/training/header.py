@@ -20,7 +20,6 @@ from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
-from gpt_pretrain.data.datasets import TokenDataset
 from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.features.small_states import describe_states
@@ -112,7 +111,6 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     off = {"validation": "off (trainer.limit_val_batches=0)"} if setup.config.trainer.limit_val_batches == 0 else {}
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
-    assert isinstance(setup.train_data, TokenDataset), "only random tokens have no corpus"
     epochs = setup.train_data.epochs
     of_sources = {
         f"source {source.name}": f"{source.size.num_tokens:,} tokens in {source.size.num_documents:,} documents, "
