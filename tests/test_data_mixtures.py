@@ -16,8 +16,10 @@ from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.mixtures import read_entries, source_names
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
-from tests.runs import run_small
+from tests.forked_runs import fork_ranks
+from tests.runs import run_small, small_run_arguments
 from tests.token_files import SEQUENCE_LENGTH, data_config, write_token_file
 
 # Sources of this many documents; a document's tokens are its number, and each source has numbers of its own.
@@ -314,7 +316,9 @@ def test_runs_that_are_cut_around_the_border_of_stages_equal_the_uncut_one(tmp_p
 
 def test_validation_has_a_loss_for_each_source_with_its_name(tmp_path, cache_dir):
     overrides = [*SHORT, *text_overrides(tmp_path), "trainer.max_steps=2", "logging.tensorboard=true"]
-    metrics = run_small(1, tmp_path / "run", cache_dir, overrides)
+    done = fork_ranks(1, small_run_arguments(tmp_path / "run", cache_dir, overrides))
+    assert done.returncode == 0, done.stderr[-4000:]
+    metrics = load_metrics(tmp_path / "run")
     for record in metrics.validation:
         assert list(record.losses) == ["web", "all"]
         assert record.num_samples == 16
@@ -324,6 +328,10 @@ def test_validation_has_a_loss_for_each_source_with_its_name(tmp_path, cache_dir
     config = load_saved_config(tmp_path / "run" / "config.yaml")
     corpus = prepare_corpus(config, show_progress=False)
     _, valid = build_datasets(config, corpus, num_train_samples=8)
+    for source, share in zip(corpus.training.sources, (0.75, 0.25), strict=True):
+        epochs = 2 * 8 * share * 32 / source.size.num_tokens
+        assert f"source {source.name}: {source.size.num_tokens:,} tokens in " in done.stdout
+        assert f" {source.size.num_documents:,} documents, {epochs:.2f} epochs" in done.stdout
     size = {}
     for number, name in enumerate(last.losses):
         labels = [label for index in range(8 * number, 8 * number + 8) for label in valid[index]["labels"].tolist()]

@@ -39,8 +39,9 @@ from gpt_pretrain.launch.signals import ended_while_waiting
 # Of a sample.
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
-# A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset).
-_INDEX_BYTES = 16
+# A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset); of several files also
+# the file and a number in it.
+_INDEX_BYTES, _DRAWN_BYTES = 16, 10
 _INDEX_VERSION = 2
 # First parts of the names of an index's files, in the order of the splits.
 _STEMS = ("train", "valid")
@@ -312,7 +313,8 @@ def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
     """Refuses an index that does not fit into memory; swap does not count, because shuffling touches all of it."""
     epochs = max(corpus.training.epochs(num_samples, config.model.encoder_seq_length).values())
     documents = max(size.num_documents for source in corpus.training.sources for size in source.sizes)
-    needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
+    of_sample = _INDEX_BYTES + (_DRAWN_BYTES if len(corpus.files) > 1 else 0)
+    needed = num_samples * of_sample + math.ceil(epochs) * documents * 4
     there, whose = host_memory_bytes()
     if needed > there:
         steps = config.trainer.max_steps
