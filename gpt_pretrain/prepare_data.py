@@ -47,6 +47,9 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         sys.stdout.write(
             f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
             f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"
+            + "".join(
+                f"    {name}: {each:.2f} epochs\n" for name, each in train.epochs.items() if len(train.epochs) > 1
+            )
             + "".join(f"    {prefix}.bin\n" for prefix in corpus.files)
         )
 

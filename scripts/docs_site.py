@@ -81,6 +81,7 @@ def record_reference() -> str:
         **records.RECORD_KINDS,
         "fp8.tensors": records.Fp8Tensor,
         "rank_times.slowest": records.RankTime,
+        "sources.sources": records.ConsumedSource,
     }
     lines: list[str] = []
     for kind, record in kinds.items():

@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
-from gpt_pretrain.data.text_bytes import token_bytes, tokens_per_byte, why_unknown
+from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.data.tokenizer import load_tokenizer, train_bpe
 from gpt_pretrain.rules.jobs import load_config
 from tests.runs import SMALL_RUN, run_small, small_corpus
@@ -138,7 +138,7 @@ def test_a_run_logs_the_bits_of_its_validations_bytes(tmp_path, cache_dir):
             tokens += int(counts)
             if counts and label != corpus.tokenizer.eod:
                 text += bytes_by_hand(words[label])
-    assert tokens_per_byte(valid, corpus.tokenizer, 16) == tokens / len(text)
+    assert count_tokens_and_bytes(valid, range(16), token_bytes(corpus.tokenizer)) == (tokens, len(text))
     assert len(metrics.validation) == 2
     for record in metrics.validation:
         nats = record.loss * tokens

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpt_pretrain.compare.__main__ import main
+from gpt_pretrain.report.records import ValidationRecord
 from tests.synthetic_runs import power_law
 from tests.test_commands import load
 from tests.test_compare_comparison import saved_comparison
@@ -52,6 +53,24 @@ def test_finished_runs_are_compared(tmp_path, capsys):
     assert comparison.command.startswith("python -m gpt_pretrain.compare ")
     for shown in ("fp8_delayed", "1.25×", str(out / "compare.json")):
         assert shown in printed
+
+
+def test_the_last_validation_of_each_set_is_shown(tmp_path, capsys):
+    places = []
+    for fp8, losses in (("false", {"web": 3.1111, "code": 1.2222}), ("true", {"web": 3.3333, "code": 1.4444})):
+        records = [train_record(step, power_law(1000 * step)) for step in STEPS]
+        for step, shift in ((500, 1.0), (1000, 0.0)):
+            shifted = {name: loss + shift for name, loss in losses.items()}
+            records.append(
+                ValidationRecord(step=step, loss=2.0, perplexity=7.4, num_samples=16, time_s=0.1, losses=shifted)
+            )
+        places.append(write_run(tmp_path / fp8, *records, config=config(fp8, seed=1, fp8=fp8)))
+    assert main([f"runs=[{','.join(places)}]", f"run_dir={tmp_path / 'out'}"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    table = printed[printed.index(next(line for line in printed if "last validation losses" in line)) :]
+    rows = [line.replace("│", " ").replace("┃", " ").split() for line in table[1:5]]
+    assert rows[0] == ["run", "web", "code"]
+    assert [row[-2:] for row in rows[2:]] == [["3.1111", "1.2222"], ["3.3333", "1.4444"]]
 
 
 @pytest.mark.parametrize(

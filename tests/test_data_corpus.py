@@ -62,7 +62,8 @@ def test_files_without_weights_count_by_their_tokens(tmp_path):
     small = write_token_file(tmp_path / "small", DOCUMENTS)
     large = write_token_file(tmp_path / "large", [document * 3 for document in DOCUMENTS])
     config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{small},{large}]")
-    assert prepare_corpus(config, show_progress=False).weights == pytest.approx((0.25, 0.75))
+    training = prepare_corpus(config, show_progress=False).training
+    assert training.file_weights(training.stages[0]) == pytest.approx([0.25, 0.75])
 
 
 def test_text_brings_its_tokenizer(tmp_path):
@@ -82,8 +83,8 @@ def test_text_brings_its_tokenizer(tmp_path):
     assert again.fingerprints["tokenizer"] == corpus.tokenizer.fingerprint
 
 
-def test_every_kind_of_data_has_a_source():
-    assert set(SOURCES) == set(DataImpl)
+def test_every_kind_of_text_has_a_source():
+    assert set(SOURCES) == {kind for kind in DataImpl if not kind.has_tokens}
 
 
 def test_mock_data_touches_no_cache(tmp_path):

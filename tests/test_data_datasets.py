@@ -8,7 +8,8 @@ import torch
 from gpt_pretrain.config.errors import ConfigError, UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.data.corpus import prepare_corpus
-from gpt_pretrain.data.datasets import build_datasets, plan_surplus
+from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.data.token_files import split_of_documents
 from gpt_pretrain.launch import environment
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.no_effect import given_without_effect
@@ -46,8 +47,10 @@ def test_labels_are_the_next_tokens_and_all_of_them_count(tmp_path):
 
 def test_training_and_validation_read_their_own_documents(tmp_path):
     train, valid = build(tmp_path)
-    assert tokens_of(train).max() < 18 * 40
-    assert set(tokens_of(valid).flatten().tolist()) <= set(range(18 * 40, 19 * 40))
+    split = split_of_documents(20, "900,50,50")
+    (of_valid,) = numpy.flatnonzero(split == 1)
+    assert set(tokens_of(train).flatten().tolist()) <= {t for n in numpy.flatnonzero(split == 0) for t in DOCUMENTS[n]}
+    assert set(tokens_of(valid).flatten().tolist()) <= set(DOCUMENTS[of_valid])
 
 
 def test_a_complete_cache_is_only_read(tmp_path):
@@ -94,7 +97,7 @@ def test_exhausted_data_begins_another_epoch_in_another_order(tmp_path):
     assert valid.num_epochs == pytest.approx(8 * 16 / 40)
     tokens = tokens_of(train).flatten()
     assert len(tokens.unique()) == 720
-    counts = numpy.bincount(tokens.numpy())
+    _, counts = numpy.unique(tokens.numpy(), return_counts=True)
     assert set(counts.tolist()) <= {1, 2, 3}
     first, second = tokens[:720], tokens[720:1440]
     assert not torch.equal(first, second)
@@ -111,22 +114,12 @@ def test_weights_are_the_shares_of_the_samples(tmp_path):
     low = write_token_file(tmp_path / "low", counting_documents(20, 40))
     high = write_token_file(tmp_path / "high", counting_documents(20, 40, start=1000))
     train, valid = build(tmp_path, "trainer.limit_val_batches=5", prefix=f"75,{low},25,{high}", num_train=200)
-    for dataset, num in ((train, 200), (valid, 40)):
-        is_high = (tokens_of(dataset, num) >= 1000).float()
-        assert is_high.mean() == pytest.approx(0.25, abs=0.01)
-        assert torch.equal(is_high.amin(dim=1), is_high.amax(dim=1)), "a sample comes from one file"
-
-
-def test_a_blend_of_many_small_shares_has_its_few_validation_samples(tmp_path):
-    prefixes = [write_token_file(tmp_path / f"x{i}", DOCUMENTS) for i in range(20)]
-    blend = ",".join(f"{0.81 if i == 0 else 0.01},{prefix}" for i, prefix in enumerate(prefixes))
-    train, valid = build(tmp_path, prefix=blend, num_train=24)
-    assert len(train) >= 24
-    assert len(valid) >= 8
-
-
-def test_the_surplus_of_a_blend_is_megatrons_own_where_that_is_enough():
-    assert plan_surplus((0.7, 0.3), [1_000_000, 0, 0]) == 0.005
+    is_high = (tokens_of(train, 200) >= 1000).float()
+    assert is_high.mean() == pytest.approx(0.25, abs=0.01)
+    assert torch.equal(is_high.amin(dim=1), is_high.amax(dim=1)), "a sample comes from one file"
+    # One set after the other, however much either weighs in training.
+    assert len(valid) == 2 * 40
+    assert tokens_of(valid, 80)[:40].max() < 1000 <= tokens_of(valid, 80)[40:].min()
 
 
 def test_the_first_token_of_a_document_can_be_left_out_of_the_loss(tmp_path):
@@ -236,7 +229,7 @@ def test_files_of_their_own_to_validate_on_are_read_whole(form, tmp_path):
     assert (train.num_epochs, valid.num_epochs) == pytest.approx((40 * 16 / 480, 8 * 16 / 320))
 
 
-def test_files_to_validate_on_have_weights_of_their_own(tmp_path):
+def test_files_to_validate_on_with_weights_are_sets_of_their_own(tmp_path):
     names = {name: write_token_file(tmp_path / name, DOCUMENTS[4 * i : 4 * i + 4]) for i, name in enumerate("abcd")}
     keys = "model.data.data_prefix=[{a},{b}]", "model.data.validation_prefix=[0.25,{c},0.75,{d}]"
     overrides = ["data=mmap", "trainer.limit_val_batches=5", *(key.format(**names) for key in keys)]
@@ -245,10 +238,10 @@ def test_files_to_validate_on_have_weights_of_their_own(tmp_path):
     assert (corpus.train.num_tokens, corpus.valid.num_tokens) == (320, 320)
     train, valid = build_datasets(config, corpus, num_train_samples=200)
     assert set(tokens_of(train).flatten().tolist()) == set(range(320))
-    of_valid = tokens_of(valid, 40)
-    assert set(of_valid.flatten().tolist()) <= set(range(320, 640))
-    assert (of_valid >= 480).float().mean() == 0.75
-    assert valid.num_epochs == pytest.approx(0.75 * 40 * 16 / 160)
+    assert corpus.validation_weights == {"c": 0.25, "d": 0.75}
+    assert set(tokens_of(valid)[:40].flatten().tolist()) <= set(range(320, 480))
+    assert set(tokens_of(valid)[40:].flatten().tolist()) <= set(range(480, 640))
+    assert valid.epochs == pytest.approx({"c": 40 * 16 / 160, "d": 40 * 16 / 160})
 
 
 def test_files_to_validate_on_are_part_of_what_a_checkpoint_compares(tmp_path):

@@ -1,5 +1,7 @@
+import decimal
 import os
 import re
+from decimal import Decimal
 
 import numpy
 import pytest
@@ -7,12 +9,11 @@ import pytest
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.cache import Progress
 from gpt_pretrain.data.token_files import (
-    Blend,
     check_splits,
     check_token_file,
     check_token_ids,
     content_fingerprint,
-    plan_blend,
+    split_of_documents,
     split_sizes,
 )
 from tests.token_files import counting_documents, write_token_file
@@ -144,52 +145,45 @@ def test_the_content_fingerprint_follows_the_content_and_not_the_place(prefix, t
     assert content_fingerprint(check_token_file(changed)) != content_fingerprint(check_token_file(prefix))
 
 
+def by_the_golden_ratio(num_documents):
+    """Documents in the order of the fractional parts of the multiples of 1 over the golden ratio, with 40 digits."""
+    with decimal.localcontext(prec=40):
+        step = (Decimal(5).sqrt() - 1) / 2
+        return sorted(range(num_documents), key=lambda number: number * step % 1)
+
+
+# megatron-core's rounding: to the nearest document, halves to even.
 @pytest.mark.parametrize(
-    ("entries", "prefixes", "weights"),
+    ("splits", "documents"),
     [
-        (["/a"], ("/a",), None),
-        (["/a", "/b"], ("/a", "/b"), None),
-        ([0.7, "/a", 0.3, "/b"], ("/a", "/b"), (0.7, 0.3)),
-        (["70", "/a", 30, "/b"], ("/a", "/b"), (0.7, 0.3)),
-        ([0.3333, "/a", 0.3333, "/b", 0.3333, "/c"], ("/a", "/b", "/c"), (1 / 3, 1 / 3, 1 / 3)),
+        ("1", (10, 0, 0)),
+        ("900,50,50", (9, 1, 0)),
+        ("80,20", (8, 2, 0)),
+        ("8,1,1", (8, 1, 1)),
+        ("0.5,0.25,0.25", (5, 3, 2)),
+        ("0.5,0,0.5", (5, 0, 5)),
     ],
 )
-def test_prefixes_come_alone_or_with_shares(entries, prefixes, weights):
-    assert plan_blend(entries) == Blend(prefixes, None if weights is None else pytest.approx(weights))
-
-
-@pytest.mark.parametrize(
-    ("entries", "total", "offered"),
-    [
-        ([0.7, "/a", 0.2, "/b"], "0.9", "0.7778,/a,0.2222,/b"),
-        ([3, "/a", 1, "/b"], "4", "0.75,/a,0.25,/b"),
-        ([70, "/a", 29, "/b"], "99", "0.7071,/a,0.2929,/b"),
-    ],
-)
-def test_weights_that_do_not_sum_are_refused_with_the_ones_that_do(entries, total, offered):
-    with pytest.raises(UserError) as caught:
-        plan_blend(entries)
-    problem = str(caught.value)
-    assert f" {total};" in problem
-    assert problem.endswith(f"model.data.data_prefix=[{offered}]")
-
-
-# 10 documents of 1 to 10 tokens; megatron-core rounds the borders to the nearest document, halves to even.
-@pytest.mark.parametrize(
-    ("splits", "documents", "tokens"),
-    [
-        ("1", (10, 0, 0), (55, 0, 0)),
-        ("900,50,50", (9, 1, 0), (45, 10, 0)),
-        ("80,20", (8, 2, 0), (36, 19, 0)),
-        ("8,1,1", (8, 1, 1), (36, 9, 10)),
-        ("0.5,0.25,0.25", (5, 3, 2), (15, 21, 19)),
-    ],
-)
-def test_splits_are_contiguous_shares_of_the_documents(tmp_path, splits, documents, tokens):
+def test_splits_are_shares_of_the_documents(tmp_path, splits, documents):
     file = check_token_file(write_token_file(tmp_path / "x", [[0] * n for n in range(1, 11)]))
     sizes = split_sizes(file, splits)
     assert tuple(size.num_documents for size in sizes) == documents
-    assert tuple(size.num_tokens for size in sizes) == tokens
+    order, begin = by_the_golden_ratio(10), 0
+    for size in sizes:
+        # Document n has n + 1 tokens.
+        assert size.num_tokens == sum(number + 1 for number in order[begin : begin + size.num_documents])
+        begin += size.num_documents
+
+
+@pytest.mark.parametrize("num_documents", [100, 1000, 99_991])
+def test_every_split_is_an_even_sample_of_the_whole_file(num_documents):
+    found = split_of_documents(num_documents, "90,5,5")
+    order = by_the_golden_ratio(num_documents)
+    ends = round(0.9 * num_documents), round(0.95 * num_documents)
+    assert sorted(numpy.flatnonzero(found == 0)) == sorted(order[: ends[0]])
+    assert sorted(numpy.flatnonzero(found == 1)) == sorted(order[ends[0] : ends[1]])
+    for tenth in numpy.array_split(found, 10):
+        assert (tenth == 1).sum() == pytest.approx(0.05 * len(tenth), abs=3)
 
 
 def test_a_split_that_cannot_fill_one_sample_is_refused_with_the_counts(tmp_path):

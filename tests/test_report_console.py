@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.report.columns import (
     COLUMNS,
     format_count,
@@ -28,6 +29,7 @@ from gpt_pretrain.report.records import (
     RankTimesRecord,
     RewindRecord,
     SkippedStepRecord,
+    SourcesRecord,
     StartRecord,
     TrainRecord,
     ValidationRecord,
@@ -53,6 +55,7 @@ RECORD = TrainRecord(
 )
 CPU_RECORD = replace(RECORD, tokens_per_s=12345.6, tflops_per_gpu=None, mfu=None, memory_gib=1.25, grad_norm=None)
 VALIDATION = ValidationRecord(step=100, loss=4.5, perplexity=90.017, num_samples=128, time_s=1.25)
+SETS = replace(VALIDATION, losses={"web": 5.0, "code": 4.0}, set_bits_per_byte={"web": 1.5, "code": 1.25})
 
 # From a layer's tensors, the fourth is to be left out: nothing of it saturates, and others flush more.
 FP8_TENSORS = tuple(
@@ -193,6 +196,16 @@ def test_a_checkpoint_is_shown_with_its_size_and_its_times_or_why_there_is_none(
         "checkpoint step 120/300 bytes 21000000000 stall_s 0.432 time_s 12.35\n"
     )
     assert warnings_of(replace(saved, num_bytes=0, problem="disk full")) == ["disk full"]
+
+
+def test_sets_and_sources_are_shown_by_their_names():
+    assert plain_output(lambda console: console.show(SETS)).endswith(
+        "losses web=5.0000,code=4.0000 set_bits_per_byte web=1.5000,code=1.2500\n"
+    )
+    consumed = {"web": ConsumedSource(tokens=3000, epochs=0.75, documents=30)}
+    assert plain_output(lambda console: console.show(SourcesRecord(step=120, sources=consumed))) == (
+        "sources step 120/300 epochs web=0.7500\n"
+    )
 
 
 def test_of_the_slowest_ranks_only_warnings_are_shown():

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
 from gpt_pretrain.report.records import (
@@ -21,9 +22,10 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Fp8Tensor,
     RewindRecord,
+    SourcesRecord,
     ValidationRecord,
 )
-from gpt_pretrain.report.sinks import MetricsSinks
+from gpt_pretrain.report.sinks import MetricsSinks, scalars
 from gpt_pretrain.report.summary import build_summary
 from tests.test_compare_logs import train_record
 
@@ -206,9 +208,10 @@ def test_the_sinks_and_the_console_need_neither_torch_nor_megatron(tmp_path):
     program = f"""
 import sys
 from pathlib import Path
+from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
-from gpt_pretrain.report.sinks import MetricsSinks
+from gpt_pretrain.report.sinks import MetricsSinks, scalars
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
     fp8_proof=None, fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3,
     peak_tflops=None)
@@ -218,3 +221,20 @@ with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
 
     assert done.stdout.strip() == "[]"
+
+
+def test_validation_sets_and_sources_have_plots_of_their_own():
+    by_set = {"losses": {"web": 5.0, "code": 4.0}, "set_bits_per_byte": {"web": 1.5, "code": 1.25}}
+    validation = ValidationRecord(step=9, loss=4.5, perplexity=90.0, num_samples=16, time_s=1.0, **by_set)
+    assert {name: value for name, value in scalars(validation).items() if name.count("/") == 2} == {
+        "validation/web/loss": 5.0,
+        "validation/code/loss": 4.0,
+        "validation/web/bits_per_byte": 1.5,
+        "validation/code/bits_per_byte": 1.25,
+    }
+    consumed = {"web": ConsumedSource(tokens=3000, epochs=0.75, documents=30)}
+    assert scalars(SourcesRecord(step=9, sources=consumed)) == {
+        "sources/web/tokens": 3000,
+        "sources/web/epochs": 0.75,
+        "sources/web/documents": 30,
+    }

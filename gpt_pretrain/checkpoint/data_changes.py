@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.data.corpus import NO_TOKENIZER, TOKENIZER
+from gpt_pretrain.data.corpus import NO_TOKENIZER, ORDER, TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 
 
@@ -20,6 +20,12 @@ def compare_data(path: Path, current: Mapping[str, str], saved: Mapping[str, str
     if not changed:
         return []
     what = f"{path} was saved with other data: {', '.join(changed)} changed"
+    if not allowed and ORDER in changed and ORDER in current:
+        raise UserError(
+            f"{path}: the version that saved it read documents in another order, which this one does not have; go on "
+            "with that version, or in the new order, which may read documents again before others: "
+            "checkpoint.allow_data_change=true"
+        )
     if not allowed:
         new = "the new data" + (", whose token ids its embeddings do not know" if TOKENIZER in changed else "")
         raise UserError(

@@ -18,6 +18,7 @@ from typing import Any
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
 from gpt_pretrain.config.json_objects import JsonObject
+from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.config.yaml_files import check_values
 from gpt_pretrain.data.cache import fingerprint
 
@@ -68,6 +69,8 @@ class TrainingProgress(JsonObject):
     """Which checkpoints `checkpoint.resume=PATH` has named on the way here (`directory.name_in`)."""
     earlier_lengths: tuple[tuple[int, int], ...] = ()
     """What was consumed before model.encoder_seq_length changed: numbers of samples, and the value for each."""
+    sources: Mapping[str, ConsumedSource] | None = None
+    """What was read of each source, by its name; None if an earlier version has saved it."""
 
     def consumed_tokens(self, sequence_length: int) -> int:
         """Training tokens behind the run in the data, the last of them in samples of `sequence_length` tokens."""

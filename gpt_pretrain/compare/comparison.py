@@ -59,6 +59,8 @@ class RunRecord(JsonObject):
     num_gpus: int | None
     training: Curve
     validation: Curve
+    validation_sets: Mapping[str, float] | None = None
+    """The last validation loss of each set, by its name; None without several sets."""
     tokens_per_s: float | None
     """All GPUs together, without the warm-up of each start."""
     memory_gib: float | None

@@ -35,6 +35,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     # The baseline has no answer.
     pairs = zip(comparison.figures, (None, *comparison.answers), strict=True)
     _print_table(console, f"against {comparison.baseline}", _HEADINGS, [[*_cells(*pair)] for pair in pairs])
+    _print_validation_sets(comparison, console)
     for answer in comparison.answers:
         say(answer.sentence, _STYLES[answer.judgement])
         for reason in answer.reasons:
@@ -45,6 +46,14 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
             say(f"gate: {missed}", "bold red")
         if not comparison.gate.missed:
             say("gate: passed", "bold green")
+
+
+def _print_validation_sets(comparison: Comparison, console: Console) -> None:
+    """The last validation loss of each set, for each run that has several."""
+    runs = [(run.name, run.validation_sets) for run in comparison.runs if run.validation_sets]
+    if names := list(dict.fromkeys(name for _, sets in runs for name in sets)):
+        rows = [(run, *(format_loss(sets.get(name)) for name in names)) for run, sets in runs]
+        _print_table(console, "last validation losses", ("run", *names), rows)
 
 
 def print_details(comparison: Comparison, console: Console) -> None:

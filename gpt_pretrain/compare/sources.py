@@ -199,6 +199,7 @@ def read_run_dir(place: Path) -> RunRecord:
         num_gpus=gpus,
         training=thinned(training, KEPT_POINTS),
         validation=validated({record.step: record.loss for record in metrics.validation}, training),
+        validation_sets=metrics.validation[-1].losses if metrics.validation else None,
         tokens_per_s=mean_tokens_per_s(metrics) if gpus is not None else None,
         memory_gib=max((record.memory_gib for record in train if record.memory_gib is not None), default=None),
         skipped_steps=len(metrics.skipped_steps),

@@ -162,9 +162,7 @@ def decoupled_min_lr(optim: OptimConfig) -> float | None:
 
 
 def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
-    """Training samples of the whole run: the same at each start, because megatron-core's order depends on the number.
-
-    Checkpoints of earlier versions keep that order (`data.corpus.ORDER`).
+    """Training samples of the whole run: the same at each start, so that it finds its sample indices again.
 
     At step `step` the run, which may resume with another batch size, has consumed or skipped `consumed_samples`, and
     skipped `passed_over` of them. Each rewind may skip the samples of a save interval and the margin, because the

@@ -49,8 +49,8 @@ def _with_wsd(instead: str = "") -> Unread:
     return read_with(_SCHEDULE, ScheduleName.wsd, because=": only wsd reads it", instead=instead)
 
 
-def _with_data(impl: DataImpl, instead: str = "") -> Unread:
-    return read_with(_SOURCE, impl, because=", which does not read it", instead=instead)
+def _with_data(*impl: DataImpl, instead: str = "") -> Unread:
+    return read_with(_SOURCE, *impl, because=", which does not read it", instead=instead)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -77,14 +77,14 @@ class DataConfig:
     data_prefix: list[Any] = key(
         aliases=["data_path"],
         identity="data",
-        unread=[_with_data(DataImpl.mmap, "data=mmap, or leave data_prefix empty")],
+        unread=[_with_data(DataImpl.mmap, instead="data=mmap, or leave data_prefix empty")],
     )
     """data_impl=mmap: paths without .bin/.idx, or alternating weights and paths: [0.7,web,0.3,code]."""
     validation_prefix: list[Any] = key(
         before=[],
         identity="data",
         unread=[
-            _with_data(DataImpl.mmap, "model.data.validation_prefix=[]"),
+            _with_data(DataImpl.mmap, instead="model.data.validation_prefix=[]"),
             unread_with(
                 "trainer.limit_val_batches",
                 0,
@@ -95,17 +95,36 @@ class DataConfig:
     """data_impl=mmap: files to validate on, in the form of `data_prefix`, whose files are then all for training; empty:
     the validation split of `data_prefix`."""
     splits_string: str = key(identity="data", unread=[_WITH_RANDOM_TOKENS])
-    """Proportions of documents for training, validation and test, e.g. "900,50,50"."""
+    """Proportions of documents for training, validation and test, e.g. "900,50,50"; each is a sample of each source."""
     text_files: list[str] = key(
-        identity="data", unread=[_with_data(DataImpl.text, "data=text, or leave text_files empty")]
+        identity="data", unread=[_with_data(DataImpl.text, instead="data=text, or leave text_files empty")]
     )
-    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row)."""
+    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row), or
+    alternating weights and patterns: [0.7,"web/*.jsonl",0.3,"code/*.parquet"]."""
     text_key: str = key(identity="data", unread=[_with_data(DataImpl.text)])
     """Field (.jsonl) or column (.parquet, .arrow) that holds the text."""
+    temperature: float | None = key(
+        above=0,
+        use="1 (by size) or more",
+        before=None,
+        identity="data",
+        unread=[_with_data(DataImpl.mmap, DataImpl.text, instead="model.data.temperature=null")],
+    )
+    """Weights the paths of `data_prefix` or `text_files` as sources by their tokens to the power of 1/temperature: 1 by
+    size, more favors small ones; null: the weights that are given, or all paths as one source."""
+    stages: list[str] = key(
+        before=[],
+        identity="data",
+        unread=[_with_data(DataImpl.mmap, DataImpl.text, instead="model.data.stages=[]")],
+    )
+    """Parts of the run with their own weights for the paths of `data_prefix` or `text_files`: tokens, then weights by
+    the sources' names, ["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]; the last stage lasts to the end."""
+    max_epochs: float | None = key(above=0, use="4 or another", before=None, unread=[_WITH_RANDOM_TOKENS])
+    """Refuse a run that would read any source more often than this; null: no bound."""
     cache_dir: str | None = key(unread=[_WITH_RANDOM_TOKENS])
     """Directory of tokenized corpora and index caches; null: $XDG_CACHE_HOME/gpt_pretrain or ~/.cache/gpt_pretrain."""
     num_dataset_builder_threads: int = key(minimum=1, largest=2**10, unread=[_WITH_RANDOM_TOKENS])
-    """Threads that build the sample indices of blended datasets."""
+    """Threads that build the sample indices of several token files."""
     num_workers: int = key(minimum=0, largest=2**10)
     """Processes per rank that prepare batches in advance; 0: the training process prepares them."""
     eod_mask_loss: bool = key(identity="data")

@@ -155,12 +155,11 @@ def build_batch_iterator(
 ) -> BatchIterator:
     """Microbatches from `consumed_samples` on; num_microbatches of them make a step.
 
-    Those of validation never end: they are the first limit_val_batches global batches again and again. Every validation
-    draws limit_val_batches × num_microbatches and so sees the same samples, which makes its losses comparable.
+    Those of validation never end: they are limit_val_batches global batches of each set again and again. Every
+    validation draws all of them and so sees the same samples, which makes its losses comparable.
     """
-    num_valid_samples = config.trainer.limit_val_batches * config.model.global_batch_size
     indices = microbatches(
-        num_samples=num_valid_samples if is_validation else len(dataset),
+        num_samples=dataset.num_samples if is_validation else len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=config.model.micro_batch_size,
         global_batch_size=config.model.global_batch_size,

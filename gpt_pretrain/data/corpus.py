@@ -1,50 +1,50 @@
-"""The corpus of a run: its token files, their shares and sizes, and the tokenizer.
+"""The corpus of a run: its sources of token files, their shares and sizes, and the tokenizer.
 
 `prepare_corpus` is the entry point of this package. It tokenizes new text (other ranks, and other runs with the same
 cache, wait for the first), refuses wrong data, and returns the same `Corpus` on every rank.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import Any
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.files import expand_user
+from gpt_pretrain.config.mixtures import Stage, has_own_sources, read_entries, read_stages, source_names
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint
+from gpt_pretrain.data.mixtures import Mixture, Source, by_size
 from gpt_pretrain.data.own_source import OwnSource
 from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
 from gpt_pretrain.data.token_files import (
-    Blend,
     SplitSize,
-    SplitSizes,
+    TokenFile,
     check_splits,
     check_token_file,
     check_token_ids,
     check_whole,
     content_fingerprint,
-    plan_blend,
     split_matrix,
 )
-from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source, train_once
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
 TOKENIZER = "tokenizer"
 NO_TOKENIZER = "none"
-# Among them too: what a run counts its samples in. Checkpoints of earlier versions, which used megatron-core's order,
-# lack it.
+# Among them too: what a run counts its samples in. Checkpoints of earlier versions have another value, or none.
 ORDER = "order of the samples"
-_EPOCH_BY_EPOCH = "epoch by epoch"
+_ORDER_OF_THIS_VERSION = "epoch by epoch, splits sampled"
 # Among them only where documents are masked: runs of earlier versions never did.
 _MASKING = "document masking (model.data.inter_document_masking)"
-_OWN_VALIDATION = "model.data.validation_prefix"
-# What opens each kind of data: text to tokenize, token files, or None for random tokens.
-SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = {
-    DataImpl.mmap: lambda data: plan_blend(data.data_prefix),
-    DataImpl.text: lambda data: FileSource(data.text_files, data.text_key),
-    DataImpl.stdlib: lambda data: StdlibSource(),
-    DataImpl.mock: lambda data: None,
+# What opens each kind of text, given patterns of files.
+SOURCES: Mapping[DataImpl, Callable[[DataConfig, Sequence[str]], TextSource]] = {
+    DataImpl.text: lambda data, patterns: FileSource(patterns, data.text_key),
+    DataImpl.stdlib: lambda data, patterns: StdlibSource(),
 }
 
 
@@ -52,10 +52,14 @@ SOURCES: Mapping[DataImpl, Callable[[DataConfig], TextSource | Blend | None]] = 
 class Corpus:
     """What a run trains and validates on."""
 
-    prefixes: tuple[str, ...]
-    """Paths of the `.bin/.idx` pairs without suffix; empty for mock data."""
-    weights: tuple[float, ...]
-    """Share of each pair in the samples; they sum to 1."""
+    training: Mixture
+    """Without sources for random tokens."""
+    validation: tuple[Source, ...]
+    """Sets to validate on, each by itself."""
+    validation_weights: Mapping[str, float]
+    """Share of each set in the loss over all of them; they sum to 1."""
+    splits: str | None
+    """How each file's documents are divided (`model.data.splits_string`); None: files are read whole."""
     tokenizer: Tokenizer | None
     """None for data of token ids."""
     fingerprints: Mapping[str, str]
@@ -63,56 +67,48 @@ class Corpus:
     resumed run compares them with those in its checkpoint."""
     files_key: str
     """Fingerprint of the files on this machine (path, size, modification time), for the key of the sample indices."""
-    splits: tuple[SplitSizes, ...]
-    """Training, validation and test split of each pair, and of each of `validation`."""
-    validation: Blend | None = None
-    """Pairs to validate on, with weights; None: the validation split of `prefixes`."""
 
     @property
     def is_mock(self) -> bool:
         """Whether the samples are random tokens."""
-        return not self.prefixes
-
-    @property
-    def is_epoch_by_epoch(self) -> bool:
-        """Whether the samples come in the order of `data.epochs`, and not in megatron-core's."""
-        return ORDER in self.fingerprints
-
-    def continued(self, saved: Mapping[str, str]) -> "Corpus":
-        """The same in the order that a checkpoint with these fingerprints counts its samples in."""
-        if ORDER in saved:
-            return self
-        return replace(self, fingerprints={name: value for name, value in self.fingerprints.items() if name != ORDER})
+        return not self.training.sources
 
     @property
     def files(self) -> tuple[str, ...]:
         """Paths of all pairs without suffix."""
-        return self.prefixes + (() if self.validation is None else self.validation.prefixes)
-
-    def blend(self, split: int) -> Blend:
-        """The pairs of the training (0) or validation split (1), with weights."""
-        return self.validation if split == 1 and self.validation is not None else Blend(self.prefixes, self.weights)
-
-    def sizes(self, split: int) -> list[SplitSize]:
-        """Sizes of a split, in the order of its `blend`."""
-        first = len(self.prefixes) if split == 1 and self.validation is not None else 0
-        return [sizes[split] for sizes in self.splits[first : first + len(self.blend(split).prefixes)]]
+        of_validation = (prefix for source in self.validation for prefix in source.prefixes)
+        return tuple(dict.fromkeys([*self.training.prefixes, *of_validation]))
 
     @property
     def train(self) -> SplitSize:
-        """Training split over all pairs."""
-        return self._sum(0)
+        """Training split over all sources."""
+        return self.training.size
 
     @property
     def valid(self) -> SplitSize:
-        """Validation split over all pairs."""
-        return self._sum(1)
+        """Validation split over all sources."""
+        return Mixture(self.validation, ()).size
 
-    def _sum(self, split: int) -> SplitSize:
-        return SplitSize(
-            num_documents=sum(sizes[split].num_documents for sizes in self.splits),
-            num_tokens=sum(sizes[split].num_tokens for sizes in self.splits),
-        )
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """What a key names: the paths of each source, and the sources' weights if it states any."""
+
+    paths: Mapping[str, Sequence[str]]
+    weights: Mapping[str, float] | None
+
+
+def _read_list(data: DataConfig, key: str | None) -> _Named:
+    """Reads a key of `model.data`; None for data without one."""
+    entries: Sequence[Any] = getattr(data, key) if key else ()
+    paths, weights = read_entries(entries, f"model.data.{key}")
+    if data.data_impl is DataImpl.mmap:
+        paths = [str(expand_user(path, f"model.data.{key}").absolute()) for path in paths]
+    if not entries or not has_own_sources(data, entries):
+        return _Named({data.data_impl.name: paths}, None)
+    names = source_names(paths)
+    shares = None if weights is None else dict(zip(names, weights, strict=True))
+    return _Named({name: [path] for name, path in zip(names, paths, strict=True)}, shares)
 
 
 @ended_while_waiting()
@@ -122,90 +118,131 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     Raises:
         UserError: The data, or what the configuration says of it, cannot be trained on.
     """
-    model = config.model
-    if model.data.eod_mask_loss and model.tokenizer.library is TokenizerLibrary.none:
+    model, data = config.model, config.model.data
+    if data.eod_mask_loss and model.tokenizer.library is TokenizerLibrary.none:
         raise UserError(
             "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
             "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
         )
-    source: TextSource | Blend | None
-    if (registered := registered_choice("data_source", model.data.data_impl)) is not None:
-        source = OwnSource(registered, config)
-    else:
-        source = SOURCES[model.data.data_impl](model.data)
-    if source is None:
+    if data.data_impl is DataImpl.mock:
         key = fingerprint(["mock", model.vocab_size])
         return Corpus(
-            prefixes=(),
-            weights=(),
+            training=Mixture((), ()),
+            validation=(),
+            validation_weights={},
+            splits=None,
             tokenizer=None,
-            fingerprints={TOKENIZER: NO_TOKENIZER, "tokens": key, ORDER: _EPOCH_BY_EPOCH},
+            fingerprints={TOKENIZER: NO_TOKENIZER, "tokens": key},
             files_key=key,
-            splits=(),
         )
-    given = own_tokenizer(config)
-    cache = cache_directory(model.data)
-    tokenizer: Tokenizer | None
+    named = _read_list(data, data.data_impl.files_key)
+    own = _read_list(data, "validation_prefix") if data.validation_prefix else None
+    cache = cache_directory(data)
     with Progress(show=show_progress) as progress:
-        if isinstance(source, TextSource):
-            name = model.data.data_impl.name
-            prefix, tokenizer = tokenize_source(source, model.tokenizer, cache, progress, name=name, given=given)
-            blend = Blend((str(prefix),))
-        else:
-            blend = source
-            path = model.tokenizer.model
-            tokenizer = given if path is None else load_tokenizer(path)
+        prefixes, tokenizer = _token_files(config, named.paths, cache, progress)
         if tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
             raise UserError(
                 f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "
                 f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
             )
-        files = [check_token_file(prefix) for prefix in blend.prefixes]
-        own = plan_blend(model.data.validation_prefix, _OWN_VALIDATION) if model.data.validation_prefix else None
-        own_files = [] if own is None else [check_token_file(prefix, _OWN_VALIDATION) for prefix in own.prefixes]
-        sequence, validates = model.encoder_seq_length, config.trainer.limit_val_batches > 0
-        for file in (*files, *own_files):
+        files = {name: [check_token_file(prefix) for prefix in paths] for name, paths in prefixes.items()}
+        own_files = {
+            name: [check_token_file(prefix, "model.data.validation_prefix") for prefix in paths]
+            for name, paths in (own.paths if own else {}).items()
+        }
+        for file in chain(*files.values(), *own_files.values()):
             check_token_ids(file, model.vocab_size, cache, progress)
-        if own is None:
-            shares = model.data.splits_string
-            splits = [check_splits(f, shares, sequence_length=sequence, with_validation=validates) for f in files]
-        else:
-            splits = [check_whole(file, 0, sequence_length=sequence) for file in files]
-            own_splits = [check_whole(file, 1, sequence_length=sequence) for file in own_files]
-            own = Blend(own.prefixes, own.weights or _by_size([sizes[1] for sizes in own_splits]))
-            splits += own_splits
-    weights = blend.weights or _by_size([sizes[0] for sizes in splits[: len(files)]])
+    training, validation = _sources(config, files, own_files)
+    if not (stages := tuple(read_stages(data))):
+        stages = (Stage(None, named.weights or by_size(training, data.temperature or 1.0)),)
+    mixture = Mixture(training, stages)
+    weights: Mapping[str, float] = stages[0].weights
+    if own is not None:
+        weights = own.weights or by_size(validation)
+    elif len(stages) > 1:
+        weights = {source.name: 1 / len(validation) for source in validation}
     tokenizer_key = None if tokenizer is None else tokenizer.fingerprint
+    shares = [[stage.num_tokens, mixture.file_weights(stage)] for stage in stages]
+    in_order, own_in_order = list(chain(*files.values())), list(chain(*own_files.values()))
+    splits: Any = split_matrix(data.splits_string)
+    if own is not None:
+        splits = [weights, [content_fingerprint(file) for file in own_in_order]]
     return Corpus(
-        prefixes=blend.prefixes,
-        weights=weights,
+        training=mixture,
+        validation=validation,
+        # In the order of the sets; a stage may name them in another.
+        validation_weights={source.name: weights[source.name] for source in validation},
+        splits=data.splits_string if own is None else None,
         tokenizer=tokenizer,
         fingerprints={
             TOKENIZER: tokenizer_key or NO_TOKENIZER,
-            "tokens": fingerprint([content_fingerprint(file) for file in files]),
-            "shares of the token files": fingerprint(weights),
-            "splits": fingerprint(
-                split_matrix(model.data.splits_string)
-                if own is None
-                else [own.weights, [content_fingerprint(file) for file in own_files]]
-            ),
-            ORDER: _EPOCH_BY_EPOCH,
-            **({_MASKING: "on"} if model.data.inter_document_masking else {}),
+            "tokens": fingerprint([content_fingerprint(file) for file in in_order]),
+            "shares of the token files": fingerprint(shares),
+            "splits": fingerprint(splits),
+            ORDER: _ORDER_OF_THIS_VERSION,
+            **({_MASKING: "on"} if data.inter_document_masking else {}),
         },
         files_key=fingerprint(
             [
-                [file.identity() for file in files],
-                weights,
+                [file.identity() for file in (*in_order, *own_in_order)],
+                list(files),
+                list(own_files),
+                shares,
                 tokenizer_key,
-                *([] if own is None else [[file.identity() for file in own_files], own.weights]),
             ]
         ),
-        splits=tuple(splits),
-        validation=own,
     )
 
 
-def _by_size(sizes: Sequence[SplitSize]) -> tuple[float, ...]:
-    """Weights with which files count by their tokens."""
-    total = sum(size.num_tokens for size in sizes)
-    return tuple(size.num_tokens / total for size in sizes)
+def _token_files(
+    config: Config, paths: Mapping[str, Sequence[str]], cache: Path, progress: Progress
+) -> tuple[Mapping[str, Sequence[str]], Tokenizer | None]:
+    """The token files of each source, and the tokenizer; text is tokenized unless the cache has its tokens."""
+    data, settings = config.model.data, config.model.tokenizer
+    given = own_tokenizer(config)
+    if data.data_impl is DataImpl.mmap:
+        return paths, given if settings.model is None else load_tokenizer(settings.model)
+    registered = registered_choice("data_source", data.data_impl)
+
+    def open_text(patterns: Sequence[str]) -> TextSource:
+        return SOURCES[data.data_impl](data, patterns) if registered is None else OwnSource(registered, config)
+
+    sources = {name: open_text(patterns) for name, patterns in paths.items()}
+    if given is None and len(sources) > 1 and settings.library is TokenizerLibrary.bpe:
+        # One tokenizer for all of them.
+        given = train_once(open_text([*chain(*paths.values())]), settings.vocab_size, cache, progress)
+    tokenizer: Tokenizer | None = None
+    prefixes: dict[str, Sequence[str]] = {}
+    for name, source in sources.items():
+        prefix, tokenizer = tokenize_source(source, settings, cache, progress, name=data.data_impl.name, given=given)
+        prefixes[name] = [str(prefix)]
+    return prefixes, tokenizer
+
+
+def _sources(
+    config: Config, files: Mapping[str, Sequence[TokenFile]], own_files: Mapping[str, Sequence[TokenFile]]
+) -> tuple[tuple[Source, ...], tuple[Source, ...]]:
+    """What to train and to validate on: splits of the same files, or whole files; refused if one fills no sample."""
+    length, shares = config.model.encoder_seq_length, config.model.data.splits_string
+    validates = config.trainer.limit_val_batches > 0
+
+    def source(name: str, of_source: Sequence[TokenFile], sizes: Iterable[SplitSize]) -> Source:
+        return Source(name, tuple(file.prefix for file in of_source), tuple(sizes))
+
+    def whole(named: Mapping[str, Sequence[TokenFile]], split: int) -> tuple[Source, ...]:
+        return tuple(
+            source(name, each, [check_whole(file, split, sequence_length=length) for file in each])
+            for name, each in named.items()
+        )
+
+    if own_files:
+        return whole(files, 0), whole(own_files, 1)
+    found = {
+        name: [check_splits(file, shares, sequence_length=length, with_validation=validates) for file in each]
+        for name, each in files.items()
+    }
+    training, validation = (
+        tuple(source(name, each, [sizes[split] for sizes in found[name]]) for name, each in files.items())
+        for split in range(2)
+    )
+    return training, validation

@@ -2,8 +2,8 @@
 
 A sample is `encoder_seq_length` tokens of the shuffled documents laid end to end, with the next tokens as labels. Each
 split of each file has its own index (document order, sample borders, sample order), built once and kept in the cache.
-It covers as many epochs as the run's samples need. The order follows from the seed alone (`data.epochs`), and samples
-of several files are drawn by weight, each time from the file that is furthest behind its share.
+It covers as many epochs as the run's samples need. The order follows from the seed alone (`data.epochs`), and
+`data.mixtures` says from which file each sample comes.
 """
 
 import io
@@ -11,36 +11,41 @@ import math
 import pickle
 import shutil
 from collections import OrderedDict
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
-from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
 from torch.utils.data import Dataset
 
 from gpt_pretrain.config.errors import UserError, format_bytes, reason
 from gpt_pretrain.config.files import check_regular, remove
+from gpt_pretrain.config.mixtures import ConsumedSource, Stage
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.data.epochs import EpochDataset
+from gpt_pretrain.data.epochs import EpochDataset, write_indices
+from gpt_pretrain.data.mixtures import Mixture
+from gpt_pretrain.data.token_files import check_token_file, split_of_documents
 from gpt_pretrain.launch.environment import disk_is_full, host_memory_bytes
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Of a sample.
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids")
 _COMPLETE = "COMPLETE"
-# A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset).
-_INDEX_BYTES = 16
-# megatron-core's own default.
-_MIN_SURPLUS = 0.005
+# A document, an offset in it, and a place in the order of samples (megatron-core's GPTDataset); of several files also
+# the file and a number in it.
+_INDEX_BYTES, _DRAWN_BYTES = 16, 10
+_INDEX_VERSION = 2
+# First parts of the names of an index's files, in the order of the splits.
+_STEMS = ("train", "valid")
+_COUNTED_AT_ONCE = 2**20
 
 
 @dataclass(eq=False)
@@ -56,6 +61,11 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
     vocab_size: int
     seed: tuple[int, ...]
     num_epochs = 0.0
+    epochs: ClassVar[Mapping[str, float]] = {}
+
+    def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
+        """Nothing: random tokens have no source."""
+        return {}
 
     def __len__(self) -> int:
         return self.num_samples
@@ -72,36 +82,90 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
 
 
 class TokenDataset(Dataset[dict[str, torch.Tensor]]):
-    """One split of the corpus: megatron-core's data set, reduced to the fields that training reads.
+    """Samples of a mixture of token files, with the fields that training reads.
 
     Data-loading processes receive it pickled, with the memory-mapped indices of the directory `index` as file names:
     plain pickling would copy gigabytes into each process.
     """
 
-    def __init__(self, dataset: Dataset[dict[str, torch.Tensor]], num_epochs: float, index: Path) -> None:
-        self._dataset = dataset
-        self.num_epochs = num_epochs
-        """Passes that the run's samples make over the split; below 1, part of it is never read."""
+    def __init__(self, mixture: Mixture, num_samples: int, index: Path, stem: str, config: GPTDatasetConfig) -> None:
+        self.mixture = mixture
         self._index = index
+        self.num_samples = num_samples
+        self._length = config.sequence_length
+        self._files = [
+            EpochDataset(prefix, index / f"{stem}-{number}", config) for number, prefix in enumerate(mixture.prefixes)
+        ]
+        self._drawn: tuple[numpy.ndarray, numpy.ndarray] | None = None
+        if len(self._files) > 1:
+            files, numbers = (
+                numpy.load(path, mmap_mode="r", allow_pickle=False) for path in _drawn_paths(index / stem)
+            )
+            self._drawn = files, numbers
+        if len(self) < num_samples:
+            raise _no_index(index, ValueError(f"{len(self)} samples of {num_samples}"))
+        self._restart()
+
+    def _restart(self) -> None:
+        """Begins to count what was read."""
+        self._num_counted = 0
+        self._samples, self._documents = [0] * len(self._files), [0] * len(self._files)
+
+    @property
+    def epochs(self) -> dict[str, float]:
+        """Passes that the run's samples make over each source; below 1, part of it is never read."""
+        return self.mixture.epochs(self.num_samples, self._length)
+
+    @property
+    def num_epochs(self) -> float:
+        """Passes over the source that is read most often."""
+        return max(self.epochs.values())
 
     def __len__(self) -> int:
-        return len(self._dataset)  # type: ignore[arg-type]  # torch's Dataset declares no __len__
+        return len(self._files[0]) if self._drawn is None else len(self._drawn[0])
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         """Raises a UserError where the index points to no tokens."""
         try:
-            sample = self._dataset[index]
+            file, number = (0, index) if self._drawn is None else (int(each[index]) for each in self._drawn)
+            sample = self._files[file][number]
         except _NO_INDEX as error:
             raise _no_index(self._index, error) from error
         return {field: sample[field] for field in FIELDS}
 
+    def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
+        """What the first samples hold of each source; quick where the last call asked for a few less."""
+        if num_samples < self._num_counted:
+            self._restart()
+        while self._num_counted < num_samples:
+            end = min(num_samples, self._num_counted + _COUNTED_AT_ONCE)
+            counts = [end - self._num_counted]
+            if self._drawn is not None:
+                counts = numpy.bincount(self._drawn[0][self._num_counted : end], minlength=len(self._files)).tolist()
+            for number, count in enumerate(counts):
+                begin = self._samples[number]
+                self._documents[number] += self._files[number].documents_ended(begin, begin + count)
+                self._samples[number] += count
+            self._num_counted = end
+        found, first = {}, 0
+        for source in self.mixture.sources:
+            of_source = slice(first, first := first + len(source.prefixes))
+            num_tokens = sum(self._samples[of_source]) * self._length
+            found[source.name] = ConsumedSource(
+                tokens=num_tokens,
+                epochs=num_tokens / source.size.num_tokens,
+                documents=sum(self._documents[of_source]),
+            )
+        return found
+
     def __getstate__(self) -> dict[str, Any]:
         buffer = io.BytesIO()
-        _MemmapPickler(buffer).dump(self._dataset)
-        return {**self.__dict__, "_dataset": buffer.getvalue()}
+        _MemmapPickler(buffer).dump((self._files, self._drawn))
+        return {**self.__dict__, "_files": None, "_drawn": buffer.getvalue()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__ = {**state, "_dataset": pickle.loads(state["_dataset"])}
+        self.__dict__ = dict(state)
+        self._files, self._drawn = pickle.loads(state["_drawn"])
 
 
 type SampleDataset = RandomTokens | TokenDataset
@@ -128,11 +192,12 @@ def build_datasets(
 ) -> tuple[SampleDataset, SampleDataset | None]:
     """Builds the data sets of training and of one validation, None without samples. All ranks call it.
 
-    Each has at least as many samples as are read. Rank 0 writes the indices that the cache lacks, and the others wait.
+    Each has at least as many samples as are read; that of validation holds as many of each of the corpus's validation
+    sets, one set after the other. Rank 0 writes the indices that the cache lacks, and the others wait.
 
     Raises:
         UserError: The nodes do not share the cache directory, its disk is full, its indices for this run are damaged,
-            or the index of so many samples does not fit into memory.
+            the index of so many samples does not fit into memory, or a source is read too often.
     """
     model = config.model
     num_valid_samples = config.trainer.limit_val_batches * model.global_batch_size
@@ -140,39 +205,70 @@ def build_datasets(
         length, vocab_size = model.encoder_seq_length, model.vocab_size
         valid = RandomTokens(num_valid_samples, length, vocab_size, (model.seed, 1)) if num_valid_samples else None
         return RandomTokens(num_train_samples, length, vocab_size, (model.seed, 0)), valid
-    sizes = [num_train_samples, num_valid_samples, 0]
+    length = model.encoder_seq_length
+    wanted = {"train": (corpus.training, num_train_samples)}
+    if num_valid_samples:
+        # One set after the other.
+        sets = tuple(Stage(num_valid_samples * length, {source.name: 1.0}) for source in corpus.validation)
+        wanted["valid"] = Mixture(corpus.validation, sets), num_valid_samples * len(sets)
+    _check_max_epochs(config, corpus.training.epochs(num_train_samples, length))
     _check_index_fits(config, corpus, num_train_samples)
     cache = cache_directory(model.data)
-    length = model.encoder_seq_length
-    split: Any = model.data.splits_string if corpus.validation is None else corpus.validation.prefixes
-    made_of = [corpus.files_key, corpus.prefixes, split, model.seed, length, sizes, version("megatron-core")]
-    kind = EpochDataset if corpus.is_epoch_by_epoch else GPTDataset
-    if kind is EpochDataset:
-        made_of.append(kind.__name__)
+    numbers = [num_samples for _, num_samples in wanted.values()]
+    made_of = [corpus.files_key, corpus.splits, model.seed, length, numbers, _INDEX_VERSION]
     index = cache / "index" / fingerprint(made_of)[:32]
-    builder = BlendedMegatronDatasetBuilder(kind, sizes, lambda: True, _megatron_config(model, corpus, sizes, index))
     # A complete index may be on a read-only disk, where no lock can be made.
     is_complete = (index / _COMPLETE).exists()
-    writes = not is_complete and (not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0)
-    lock: AbstractContextManager[None] = hold_lock(index, Progress(show=True)) if writes else nullcontext()
+    is_parallel = torch.distributed.is_initialized()
+    core = _megatron_config(model, corpus)
     with _index_failures_told(index, cache):
         for path in index.glob("*.npy") if is_complete else ():
             check_regular(path)
-            # megatron-core would also load a pickle.
-            numpy.load(path, mmap_mode="r", allow_pickle=False)
-        with lock:
-            if writes and not (index / _COMPLETE).exists():
-                # A process that died left it; megatron-core would take half a file for a complete one.
-                remove(index)
-            builder.build()
-            if writes:
-                (index / _COMPLETE).touch()
-        # A rank keeps what it has just written in memory; the second pass maps the files instead.
-        train_dataset, valid_dataset, _ = builder.build()
-    train = TokenDataset(train_dataset, _plan_epochs(model, corpus, num_train_samples, split=0), index)
-    if valid_dataset is None:
-        return train, None
-    return train, TokenDataset(valid_dataset, _plan_epochs(model, corpus, num_valid_samples, split=1), index)
+        if not is_complete and (not is_parallel or torch.distributed.get_rank() == 0):
+            with hold_lock(index, Progress(show=True)):
+                if not (index / _COMPLETE).exists():
+                    # A process that died left it.
+                    remove(index)
+                    index.mkdir(parents=True)
+                    for stem, (mixture, num_samples) in wanted.items():
+                        split = None if corpus.splits is None else (corpus.splits, _STEMS.index(stem))
+                        _write_index(index / stem, mixture, num_samples, core, split=split)
+                    (index / _COMPLETE).touch()
+        if is_parallel:
+            torch.distributed.barrier()
+        opened = [TokenDataset(mixture, num, index, stem, core) for stem, (mixture, num) in wanted.items()]
+    return opened[0], opened[1] if num_valid_samples else None
+
+
+def _drawn_paths(stem: Path) -> list[Path]:
+    return [stem.with_name(f"{stem.name}-{what}.npy") for what in ("files", "samples")]
+
+
+def _write_index(
+    stem: Path, mixture: Mixture, num_samples: int, core: GPTDatasetConfig, *, split: tuple[str, int] | None
+) -> None:
+    """Draws the samples of a mixture, and writes the order of each of its files.
+
+    `split` is `splits_string` with the number of the split; None: whole files.
+    """
+    length, counts = core.sequence_length, [num_samples]
+    if len(mixture.prefixes) > 1:
+        files, numbers = mixture.draw(num_samples, length)
+        for path, drawn in zip(_drawn_paths(stem), (files, numbers), strict=True):
+            numpy.save(path, drawn, allow_pickle=False)
+        counts = numpy.bincount(files, minlength=len(mixture.prefixes)).tolist()
+
+    def write(number: int, prefix: str, count: int) -> None:
+        lengths = numpy.ascontiguousarray(check_token_file(prefix).lengths)
+        documents = numpy.arange(len(lengths), dtype=numpy.int32)
+        if split is not None:
+            documents = documents[split_of_documents(len(lengths), split[0]) == split[1]]
+        place = stem.with_name(f"{stem.name}-{number}")
+        write_indices(place, documents, lengths, num_samples=count, sequence_length=length, seed=core.random_seed)
+
+    with ThreadPoolExecutor(core.num_dataset_builder_threads) as threads:
+        # The list raises what a thread has raised.
+        list(threads.map(write, range(len(counts)), mixture.prefixes, counts))
 
 
 @contextmanager
@@ -200,11 +296,25 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
         raise
 
 
+def _check_max_epochs(config: Config, epochs: Mapping[str, float]) -> None:
+    """Refuses a run that would read a source more often than `model.data.max_epochs`."""
+    most, steps = config.model.data.max_epochs, config.trainer.max_steps
+    name = max(epochs, key=lambda each: epochs[each])
+    if most is None or epochs[name] <= most:
+        return
+    others = "" if len(epochs) == 1 else f", a smaller weight of {name}"
+    raise UserError(
+        f"model.data.max_epochs={most:g}: in trainer.max_steps={steps} the source {name} is read {epochs[name]:.2f} "
+        f"times; use fewer steps, more data{others}, or model.data.max_epochs={math.ceil(epochs[name])}"
+    )
+
+
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
     """Refuses an index that does not fit into memory; swap does not count, because shuffling touches all of it."""
-    epochs = _plan_epochs(config.model, corpus, num_samples, split=0)
-    documents = max(splits[0].num_documents for splits in corpus.splits)
-    needed = num_samples * _INDEX_BYTES + math.ceil(epochs) * documents * 4
+    epochs = max(corpus.training.epochs(num_samples, config.model.encoder_seq_length).values())
+    documents = max(size.num_documents for source in corpus.training.sources for size in source.sizes)
+    of_sample = _INDEX_BYTES + (_DRAWN_BYTES if len(corpus.files) > 1 else 0)
+    needed = num_samples * of_sample + math.ceil(epochs) * documents * 4
     there, whose = host_memory_bytes()
     if needed > there:
         steps = config.trainer.max_steps
@@ -215,52 +325,20 @@ def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
         )
 
 
-def _plan_epochs(model: ModelConfig, corpus: Corpus, num_samples: int, *, split: int) -> float:
-    """Passes of `num_samples` over a split (0: training, 1: validation); for a blend, the most over any file."""
-    num_tokens = num_samples * model.encoder_seq_length
-    return max(
-        weight * num_tokens / size.num_tokens
-        for weight, size in zip(corpus.blend(split).weights or (), corpus.sizes(split), strict=True)
-    )
-
-
-def plan_surplus(weights: tuple[float, ...], sizes: list[int]) -> float:
-    """Share of samples that each file of a blend must hold beyond its weight.
-
-    megatron-core rounds each file's samples up, so that a blend of k files has up to k samples too many, and then draws
-    them by weight: a heavy file may be drawn `weight·k + 1` times beyond its own rounding. The default of 0.5% does not
-    cover that for the few samples of a validation.
-    """
-    surplus = _MIN_SURPLUS
-    for size in sizes:
-        built = [-int(-size * weight // 1) for weight in weights]
-        for weight, count in zip(weights, built, strict=True):
-            if count:
-                surplus = max(surplus, (weight * sum(built) + 1) / count - 1)
-    return surplus
-
-
-def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index: Path) -> GPTDatasetConfig:
+def _megatron_config(model: ModelConfig, corpus: Corpus) -> GPTDatasetConfig:
     tokenizer = corpus.tokenizer
-    blends = [corpus.blend(split) for split in range(2)]
-    named = [(list(blend.prefixes), list(blend.weights or ()) if len(blend.prefixes) > 1 else None) for blend in blends]
-    of_files: dict[str, Any] = {"blend": named[0], "split": model.data.splits_string}
-    if corpus.validation is not None:
-        of_files = {"blend_per_split": [named[0], named[1] if sizes[1] else None, None]}
-    config = GPTDatasetConfig(
+    return GPTDatasetConfig(
         random_seed=model.seed,
         sequence_length=model.encoder_seq_length,
-        **of_files,
         num_dataset_builder_threads=model.data.num_dataset_builder_threads,
-        path_to_cache=str(index),
+        # Files and splits are not megatron-core's to choose, but its class demands some.
+        blend=([], None),
+        split="1",
         # All that megatron-core's data sets read of a tokenizer.
         tokenizer=SimpleNamespace(
             vocab_size=model.vocab_size,
             eod=None if tokenizer is None else tokenizer.eod,
             unique_identifiers=OrderedDict(fingerprint="none" if tokenizer is None else tokenizer.fingerprint),
-        ),
-        mid_level_dataset_surplus=max(
-            plan_surplus(blend.weights or (), [size]) for blend, size in zip(blends, sizes, strict=False)
         ),
         # These go by the end-of-document token. By the index's borders megatron-core also restarts positions.
         reset_position_ids=False,
@@ -270,9 +348,3 @@ def _megatron_config(model: ModelConfig, corpus: Corpus, sizes: list[int], index
         # Attention layers are causal by themselves; a mask of s² entries per sample would only cost time.
         create_attention_mask=False,
     )
-    # megatron-core would also build the index of a split that nothing reads, and never finish that of an empty one.
-    if config.split_matrix is not None:
-        config.split_matrix = [
-            bounds if size else None for bounds, size in zip(config.split_matrix, sizes, strict=True)
-        ]
-    return config

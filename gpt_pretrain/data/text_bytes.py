@@ -6,7 +6,7 @@ number here: `why_unknown` says which.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy
@@ -75,17 +75,13 @@ def token_bytes(tokenizer: Tokenizer) -> numpy.ndarray:
     return found
 
 
-def tokens_per_byte(data: SampleDataset, tokenizer: Tokenizer, num_samples: int) -> float | None:
-    """Tokens that the loss counts in the first samples, over the bytes of text that they stand for; None without bytes.
-
-    Call it where `why_unknown` is None.
-    """
-    of_token = token_bytes(tokenizer)
+def count_tokens_and_bytes(data: SampleDataset, samples: Iterable[int], of_token: numpy.ndarray) -> tuple[int, int]:
+    """Tokens of samples that the loss counts, and the bytes of text that they stand for."""
     num_tokens = num_bytes = 0
-    for index in range(num_samples):
+    for index in samples:
         sample = data[index]
         counted = sample["labels"][sample["loss_mask"] > 0].numpy()
         num_tokens += counted.size
         # A model's vocabulary may be larger; such ids stand for nothing.
         num_bytes += int(of_token[counted[counted < of_token.size]].sum())
-    return num_tokens / num_bytes if num_bytes else None
+    return num_tokens, num_bytes

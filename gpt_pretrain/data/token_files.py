@@ -6,15 +6,13 @@ its numbers. The layout of `.idx`, all little-endian: magic (9 bytes), version (
 sequences n and of document boundaries d (uint64 each), lengths (int32 × n), byte offsets (int64 × n), boundaries
 (int64 × d), and for multimodal data modes (int8 × n).
 
-This module also reads `model.data.splits_string`, which divides the documents of every file, and
-`model.data.data_prefix` and `validation_prefix`, which name the files and the share of each in a batch.
+This module also divides the documents of every file into splits (`model.data.splits_string`).
 """
 
 import hashlib
 import json
-import math
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,9 +24,8 @@ from megatron.core.datasets.blended_megatron_dataset_config import (
 )
 from megatron.core.datasets.indexed_dataset import DType
 
-from gpt_pretrain.config.derived import is_weight
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_value, write_file
+from gpt_pretrain.config.files import ForeignFileError, read_foreign_value, write_file
 from gpt_pretrain.data.cache import Progress, file_identity, fingerprint, hold_lock
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -38,6 +35,8 @@ _CHUNK = 16 * 1024 * 1024
 _NUM_BLOCKS = 64
 _BLOCK_BYTES = 64 * 1024
 _KEY = "model.data.data_prefix"
+# 2^64 divided by the golden ratio.
+_GOLDEN = 0x9E3779B97F4A7C15
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -242,14 +241,27 @@ def split_matrix(splits: str) -> list[tuple[float, float] | None]:
     return matrix
 
 
-def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
-    """Documents and tokens of each split of a file, rounded as megatron-core does."""
-    sizes = []
+def split_of_documents(num_documents: int, splits: str) -> numpy.ndarray:
+    """Which split each document of a file belongs to: 0 training, 1 validation, 2 test; uint8 [num_documents].
+
+    Every split is a sample of the whole file, evenly spread, so that none is the end of it: documents are ranked by the
+    fractional parts of the multiples of the golden ratio, and the splits take their shares of these ranks.
+    """
+    ends, found = [0], numpy.zeros(num_documents, dtype=numpy.uint8)
     for bounds in split_matrix(splits):
-        start, end = (0, 0) if bounds is None else (round(bound * token_file.num_documents) for bound in bounds)
-        num_tokens = int(token_file.lengths[start:end].sum(dtype=numpy.int64))
-        sizes.append(SplitSize(num_documents=max(0, end - start), num_tokens=num_tokens))
-    return tuple(sizes)
+        ends.append(ends[-1] if bounds is None else round(bounds[1] * num_documents))
+    # The product wraps at 2^64: these are the fractional parts as integers. The factor is odd, so all differ.
+    parts = numpy.arange(num_documents, dtype=numpy.uint64) * numpy.uint64(_GOLDEN)
+    for end in ends[1:-1]:
+        found += parts >= numpy.partition(parts, end)[end] if end < num_documents else False
+    return found
+
+
+def split_sizes(token_file: TokenFile, splits: str) -> SplitSizes:
+    """Documents and tokens of each split of a file."""
+    found = split_of_documents(token_file.num_documents, splits)
+    lengths = [token_file.lengths[found == split] for split in range(len(_SPLIT_NAMES))]
+    return tuple(SplitSize(num_documents=len(each), num_tokens=int(each.sum(dtype=numpy.int64))) for each in lengths)
 
 
 def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, with_validation: bool) -> SplitSizes:
@@ -271,8 +283,8 @@ def check_splits(token_file: TokenFile, splits: str, *, sequence_length: int, wi
     return sizes
 
 
-def check_whole(token_file: TokenFile, split: int, *, sequence_length: int) -> SplitSizes:
-    """All documents of a file as one split, 0 for training or 1 for validation; refused if they fill no sample."""
+def check_whole(token_file: TokenFile, split: int, *, sequence_length: int) -> SplitSize:
+    """All documents of a file, to train (0) or to validate (1) on; refused if they fill no sample."""
     size = SplitSize(num_documents=token_file.num_documents, num_tokens=token_file.num_tokens)
     if size.num_tokens <= sequence_length:
         raise UserError(
@@ -280,37 +292,4 @@ def check_whole(token_file: TokenFile, split: int, *, sequence_length: int) -> S
             f"{_SPLIT_NAMES[split]} sample of model.encoder_seq_length={sequence_length} needs "
             f"{sequence_length + 1:,}; use more text or a shorter sequence"
         )
-    nothing = SplitSize(num_documents=0, num_tokens=0)
-    return tuple(size if index == split else nothing for index in range(len(_SPLIT_NAMES)))
-
-
-@dataclass(frozen=True, slots=True)
-class Blend:
-    """Token files and their shares of a batch."""
-
-    prefixes: tuple[str, ...]
-    """Paths of the `.bin/.idx` pairs without suffix."""
-    weights: tuple[float, ...] | None = None
-    """They sum to 1; None: each file counts by its tokens, as if all were one."""
-
-
-def plan_blend(entries: Sequence[Any], key: str = _KEY) -> Blend:
-    """Reads `key`: paths, or weights and paths in turn. The cross-field rules have checked the form.
-
-    Weights must sum to 1 or 100 (to one part in a thousand): normalizing would hide a forgotten or mistyped one.
-    """
-    if not any(is_weight(entry) for entry in entries):
-        return Blend(tuple(_absolute(entry, key) for entry in entries))
-    weights, paths = [float(weight) for weight in entries[0::2]], [_absolute(path, key) for path in entries[1::2]]
-    total = sum(weights)
-    if not (math.isclose(total, 1, rel_tol=1e-3) or math.isclose(total, 100, rel_tol=1e-3)):
-        mended = ",".join(f"{weight / total:.4g},{path}" for weight, path in zip(weights, entries[1::2], strict=True))
-        raise UserError(
-            f"{key}: the weights {', '.join(f'{w:g}' for w in weights)} have the sum {total:g}; "
-            f"they must sum to 1 or 100. In proportion: {key}=[{mended}]"
-        )
-    return Blend(tuple(paths), tuple(weight / total for weight in weights))
-
-
-def _absolute(path: Any, key: str) -> str:
-    return str(expand_user(str(path), key).absolute())
+    return size

@@ -223,6 +223,18 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
     return f"tokenized {source.num_bytes:,} bytes into {num_tokens:,} tokens of {num_documents:,} documents{skipped}"
 
 
+def train_once(source: TextSource, vocab_size: int, cache: Path, progress: Progress) -> Tokenizer:
+    """A BPE trained on a source, from the cache if it is there; for sources that are tokenized one by one."""
+    entry = cache / "tokenizers" / f"bpe-{fingerprint([FORMAT_VERSION, vocab_size, source.identity()])[:16]}"
+    if not entry.is_dir():
+        with hold_lock(entry, progress):
+            # The previous holder of the lock may have made it.
+            if not entry.is_dir():
+                with new_entry(entry) as folder:
+                    _train(source, vocab_size, progress).save(folder / TOKENIZER_FILE)
+    return load_tokenizer(entry / TOKENIZER_FILE)
+
+
 def _train(source: TextSource, vocab_size: int, progress: Progress) -> Tokenizer:
     total = min(_BPE_SAMPLE_BYTES, source.num_bytes)
     progress.start(f"training a BPE of {vocab_size} tokens", total)

@@ -11,12 +11,14 @@ from typing import Any
 
 from gpt_pretrain.config.errors import format_short
 from gpt_pretrain.config.json_objects import JsonObject
+from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.report.records import (
     CheckpointRecord,
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Tensor,
     Record,
+    SourcesRecord,
     TrainRecord,
     ValidationRecord,
     ValidationTasksRecord,
@@ -84,6 +86,15 @@ def _numbers(numbers: Mapping[str, float]) -> str:
     return ", ".join(f"{printable(name)} {value:.4g}" for name, value in numbers.items())
 
 
+def _by_name(losses: Mapping[str, float]) -> str:
+    """In one word: "web=3.1234,code=1.2345"."""
+    return ",".join(f"{printable(name)}={value:.4f}" for name, value in losses.items())
+
+
+def _epochs(sources: Mapping[str, ConsumedSource]) -> str:
+    return _by_name({name: each.epochs for name, each in sources.items()})
+
+
 # Of each record, or tensor in one, the fields in its line and how they are written: a format or a function.
 COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     TrainRecord: {
@@ -105,8 +116,17 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "idlest_expert": ".2f",
         "idle_experts": "d",
     },
-    ValidationRecord: {"loss": ".4f", "perplexity": ".2f", "num_samples": "d", "time_s": ".2f", "bits_per_byte": ".4f"},
+    ValidationRecord: {
+        "loss": ".4f",
+        "perplexity": ".2f",
+        "num_samples": "d",
+        "time_s": ".2f",
+        "bits_per_byte": ".4f",
+        "losses": _by_name,
+        "set_bits_per_byte": _by_name,
+    },
     ValidationTasksRecord: {"numbers": _numbers, "time_s": ".2f"},
+    SourcesRecord: {"sources": _epochs},
     CheckpointRecord: {"num_bytes": "d", "stall_s": ".3f", "time_s": ".2f"},
     Fp8CoverageRecord: {"gemm_flops_share": ".4f", "parameter_bytes_share": ".4f", "layers_kept_out": _by_kind},
     Fp8Tensor: {
@@ -121,9 +141,9 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr"}
+_OPTIONAL = {"decoupled_lr", "losses", "set_bits_per_byte"}
 # Names in a line that are not the field's.
-_LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes"}
+_LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 
 
 def _written(value: Any, form: str | Callable[[Any], str]) -> str:

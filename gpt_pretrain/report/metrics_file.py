@@ -22,6 +22,7 @@ from gpt_pretrain.report.records import (
     Record,
     RewindRecord,
     SkippedStepRecord,
+    SourcesRecord,
     StartRecord,
     SummaryRecord,
     TrainRecord,
@@ -93,6 +94,7 @@ class Metrics:
     experts: list[ExpertsRecord] = field(default_factory=list)
     fp8_proofs: list[Fp8CoverageRecord] = field(default_factory=list)
     rank_times: list[RankTimesRecord] = field(default_factory=list)
+    sources: list[SourcesRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """Of the newest start; None without FP8 and before its first step is done."""
     summary: SummaryRecord | None = None
@@ -117,6 +119,7 @@ _BY_STEP: Mapping[type[Record], str] = {
     Fp8CoverageRecord: "fp8_proofs",
     ExpertsRecord: "experts",
     RankTimesRecord: "rank_times",
+    SourcesRecord: "sources",
 }
 
 

@@ -8,11 +8,13 @@ Numbers that are not finite are written as strings (`config.json_objects`). Read
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from gpt_pretrain.config.json_objects import JsonObject
+from gpt_pretrain.config.mixtures import ConsumedSource
 
 EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
 """Why a run ended: all steps done, the time used up, Ctrl-C, SIGTERM or SIGHUP, SIGUSR1 (Slurm's warning), too many
@@ -112,6 +114,50 @@ class ValidationRecord(Record):
     bits_per_byte: float | None = None
     """Cross entropy in bits per byte of text, which does not depend on the tokenizer; null if nobody can say how many
     bytes a token stands for, for the reason that the run's header gives."""
+    losses: Mapping[str, float] | None = None
+    """loss of each validation set, by its name; null if there is one set. `loss` is their mean, weighted as the sources
+    are in training."""
+    set_bits_per_byte: Mapping[str, float] | None = None
+    """bits_per_byte of each set; null if there is one set, or bits_per_byte is null."""
+
+
+def validation_record(
+    step: int,
+    losses: Mapping[str, float],
+    weights: Mapping[str, float],
+    bytes_per_token: Sequence[float] | None,
+    *,
+    num_samples: int,
+    time_s: float,
+) -> ValidationRecord:
+    """The record of a validation from the loss in nats per token of each set; weights sum to 1."""
+    loss = (
+        math.fsum(weights[name] * losses[name] for name in losses) if len(losses) > 1 else next(iter(losses.values()))
+    )
+    bits, of_sets = None, None
+    if bytes_per_token is not None:
+        size = dict(zip(losses, bytes_per_token, strict=True))
+        bits = loss / math.log(2) / math.fsum(weights[name] * size[name] for name in losses)
+        of_sets = {name: losses[name] / math.log(2) / size[name] for name in losses}
+    return ValidationRecord(
+        step=step,
+        loss=loss,
+        perplexity=math.inf if loss > 700 else math.exp(loss),
+        num_samples=num_samples,
+        time_s=time_s,
+        bits_per_byte=bits,
+        losses=losses if len(losses) > 1 else None,
+        set_bits_per_byte=of_sets if len(losses) > 1 else None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SourcesRecord(Record):
+    """What a run with several sources has read of each, with every `train` record."""
+
+    kind: ClassVar[str] = "sources"
+    sources: Mapping[str, ConsumedSource]
+    """By the source's name (see the next table)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

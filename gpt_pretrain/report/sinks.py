@@ -23,8 +23,10 @@ from gpt_pretrain.report.records import (
     Fp8Record,
     Record,
     RewindRecord,
+    SourcesRecord,
     StartRecord,
     SummaryRecord,
+    ValidationRecord,
     ValidationTasksRecord,
 )
 
@@ -40,7 +42,18 @@ def scalars(record: Record) -> dict[str, float]:
         return _fp8_scalars(record)
     if isinstance(record, ValidationTasksRecord):
         return {f"validation/{name}": value for name, value in record.numbers.items()}
-    values = {each.name: getattr(record, each.name) for each in fields(record) if each.name not in _NOT_PLOTTED}
+    if isinstance(record, SourcesRecord):
+        return {
+            f"sources/{name}/{what}": value
+            for name, each in record.sources.items()
+            for what, value in asdict(each).items()
+        }
+    values: dict[str, Any] = {
+        each.name: getattr(record, each.name) for each in fields(record) if each.name not in _NOT_PLOTTED
+    }
+    if isinstance(record, ValidationRecord):
+        values |= {f"{name}/loss": loss for name, loss in (record.losses or {}).items()}
+        values |= {f"{name}/bits_per_byte": bits for name, bits in (record.set_bits_per_byte or {}).items()}
     return {f"{record.kind}/{name}": value for name, value in values.items() if isinstance(value, int | float)}
 
 

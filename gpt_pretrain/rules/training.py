@@ -6,11 +6,11 @@ import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, ScheduleName, TokenizerLibrary
-from gpt_pretrain.config.derived import decay_steps, is_weight, max_time_s, min_lr, warmup_steps, weight_of
+from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
 from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals
+from gpt_pretrain.config.mixtures import mixture_problems
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
@@ -109,28 +109,12 @@ def _schedule(config: Config) -> Iterator[str]:
         )
 
 
-def _prefixes(key: str, prefixes: list[Any]) -> Iterator[str]:
-    """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
-    if not any(is_weight(entry) for entry in prefixes):
-        return
-    weights, paths = prefixes[::2], prefixes[1::2]
-    shown = "[" + ",".join(map(str, prefixes)) + "]"
-    if len(weights) != len(paths) or not all(map(is_weight, weights)) or any(map(is_weight, paths)):
-        yield (
-            f"{key}={shown} mixes weights and paths; "
-            "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
-        )
-    elif not all(0 < (weight_of(weight) or 0) < math.inf for weight in weights):
-        yield f"{key}={shown} has a weight that is not positive, or endless; leave that path out"
-
-
 def _corpus(data: DataConfig) -> Iterator[str]:
     """Each kind of corpus needs its own key."""
     name = data.data_impl.files_key
     if name is not None and not getattr(data, name):
         yield f"model.data.data_impl={data.data_impl.name} has no corpus; name it in model.data.{name}=[…]"
-    yield from _prefixes("model.data.data_prefix", data.data_prefix)
-    yield from _prefixes("model.data.validation_prefix", data.validation_prefix)
+    yield from mixture_problems(data)
     if not data.text_key:
         yield "model.data.text_key is empty; name the field that holds the text"
 

@@ -111,10 +111,17 @@ def _describe_data(setup: Setup) -> dict[str, str]:
     off = {"validation": "off (trainer.limit_val_batches=0)"} if setup.config.trainer.limit_val_batches == 0 else {}
     if corpus.is_mock:
         return {"corpus": "random tokens", **off}
+    epochs = setup.train_data.epochs
+    of_sources = {
+        f"source {source.name}": f"{source.size.num_tokens:,} tokens in {source.size.num_documents:,} documents, "
+        f"{epochs[source.name]:.2f} epochs"
+        for source in corpus.training.sources
+    }
     described = {
         "corpus": f"{model.data.data_impl.name}, {counted(len(corpus.files), '.bin/.idx pair')}",
         "training": f"{corpus.train.num_tokens:,} tokens in {corpus.train.num_documents:,} documents, "
-        f"{setup.train_data.num_epochs:.2f} epochs",
+        f"{setup.train_data.num_epochs:.2f} epochs{' at most' if len(of_sources) > 1 else ''}",
+        **(of_sources if len(of_sources) > 1 else {}),
         "validation": f"{corpus.valid.num_tokens:,} tokens in {corpus.valid.num_documents:,} documents",
         **off,
     }

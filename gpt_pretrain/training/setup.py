@@ -30,11 +30,6 @@ from gpt_pretrain.run.run_spec import RunSpec
 
 # Keys of `checkpoint.` with which a run saves nothing.
 _NO_SAVES = {"save_at_end": False, "save_interval_minutes": None, "save_interval": None, **READ_BY_SAVES}
-_OLD_ORDER = (
-    "the run keeps the order of samples of the version that began it, which depends on trainer.max_steps: if that "
-    "changes, documents may be read again before others are read. A new run (checkpoint.init_from) reads each document "
-    "once an epoch"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +68,6 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     notes = []
     if start is not None and not start.weights_only:
         notes += _extension_notes(start)
-        corpus = corpus.continued(start.checkpoint.manifest.data)
-        if not (corpus.is_epoch_by_epoch or corpus.is_mock):
-            notes.append(_OLD_ORDER)
     _check_fp8_state(start, spec)
     on_rank_zero(lambda: _check_disk(start, spec, run_dir / "checkpoints"))
     model = build_model(spec, fp8_layers(spec))

@@ -15,7 +15,7 @@ from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.plan.forecast import describe_saves
-from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record
+from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, SourcesRecord
 from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.garbage import GarbageCollection
@@ -241,6 +241,7 @@ class Trainer:
             losses=tuple(self._guard.losses),
             spikes=tuple(self._guard.spikes),
             fp8_proofs=self._proofs.number,
+            sources=self._setup.train_data.consumed(self.progress.consumed_samples),
         )
         gathered = self._trainable.model.gathered_parameters()
         with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
@@ -283,6 +284,9 @@ class Trainer:
         self._log(record)
         for each in (*self._expert_watch.records(self.progress.step), *self._stragglers.records(self.progress.step)):
             self._log(each)
+        if len(self._setup.corpus.training.sources) > 1:
+            consumed = self._setup.train_data.consumed(self.progress.consumed_samples)
+            self._log(SourcesRecord(step=self.progress.step, sources=consumed))
 
     def _log_guarded(self, records: Sequence[Record]) -> None:
         """Logs what the guard has found.

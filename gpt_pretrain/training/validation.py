@@ -1,18 +1,17 @@
-"""A validation: the loss over the first batches of the validation split, bits per byte, and extensions' tasks."""
+"""A validation: losses over the first batches of each validation set, bits per byte, and extensions' tasks."""
 
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, partial
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.data.batches import BatchIterator
-from gpt_pretrain.data.text_bytes import tokens_per_byte, why_unknown
+from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.extend.registry import registered
 from gpt_pretrain.extend.training import Run
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import on_rank_zero
-from gpt_pretrain.report.records import Record, ValidationRecord, ValidationTasksRecord
+from gpt_pretrain.report.records import Record, ValidationTasksRecord, validation_record
 from gpt_pretrain.training.inference import token_losses
 from gpt_pretrain.training.setup import Setup
 from gpt_pretrain.training.step import validate
@@ -20,7 +19,7 @@ from gpt_pretrain.training.watchdog import Watchdog
 
 
 class Validation:
-    """Validates a run on its validation split; every rank calls it, with gathered parameters."""
+    """Validates a run on its validation sets; every rank calls it, with gathered parameters."""
 
     def __init__(
         self,
@@ -36,22 +35,22 @@ class Validation:
         self._log = log
 
     def run(self, step: int, run: Run) -> None:
-        """Logs the loss and what the tasks measure; tasks get `run`."""
+        """Logs the losses and what the tasks measure; tasks get `run`."""
         config, model = self._setup.config, self._setup.trainable.model
         began = time.monotonic()
         num_batches = config.trainer.limit_val_batches
         on_batch = partial(self._watchdog.progress, "a batch of the validation")
-        loss = validate(model, self._batches, num_batches, on_batch=on_batch)
+        weights = self._setup.corpus.validation_weights or {"": 1.0}
+        losses = [validate(model, self._batches, num_batches, on_batch=on_batch) for _ in weights]
         self._watchdog.progress("what follows the validation")
-        per_byte = self._tokens_per_byte
         self._log(
-            ValidationRecord(
-                step=step,
-                loss=loss,
-                perplexity=math.inf if loss > 700 else math.exp(loss),
-                num_samples=num_batches * config.model.global_batch_size,
+            validation_record(
+                step,
+                dict(zip(weights, losses, strict=True)),
+                weights,
+                self._bytes_per_token,
+                num_samples=len(losses) * num_batches * config.model.global_batch_size,
                 time_s=time.monotonic() - began,
-                bits_per_byte=None if per_byte is None else loss / math.log(2) * per_byte,
             )
         )
         began = time.monotonic()
@@ -59,14 +58,18 @@ class Validation:
             self._log(ValidationTasksRecord(step=step, numbers=numbers, time_s=time.monotonic() - began))
 
     @cached_property
-    def _tokens_per_byte(self) -> float | None:
-        """Of the samples, which are always the same; None if unknown. Every rank asks."""
+    def _bytes_per_token(self) -> list[float] | None:
+        """Of each validation set's samples, which are always the same; None if unknown. Every rank asks."""
         config, data, tokenizer = self._setup.config, self._setup.valid_data, self._setup.corpus.tokenizer
         if data is None or tokenizer is None or why_unknown(tokenizer) is not None:
             return None
         num_samples = config.trainer.limit_val_batches * config.model.global_batch_size
+        sets = [range(first, first + num_samples) for first in range(0, data.num_samples, num_samples)]
         with self._watchdog.busy("counting the validation's bytes"):
-            return on_rank_zero(lambda: tokens_per_byte(data, tokenizer, num_samples))
+            counts = on_rank_zero(
+                lambda: [count_tokens_and_bytes(data, samples, token_bytes(tokenizer)) for samples in sets]
+            )
+        return [num_bytes / tokens for tokens, num_bytes in counts] if all(map(all, counts)) else None
 
 
 def _task_numbers(run: Run, model: Model, watchdog: Watchdog) -> dict[str, float]:

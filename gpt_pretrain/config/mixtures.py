@@ -1,0 +1,165 @@
+"""How the keys of `model.data` name sources, their weights, and the stages of a run.
+
+`data_prefix`, `validation_prefix` and `text_files` are lists of paths, or of weights and paths in turn. With weights,
+a temperature or stages each path is a source of its own, with a name, epochs and a validation loss; otherwise all
+paths together are one source. A stage is a string of its tokens and the weights of sources by name:
+
+    model.data.stages=["10e9 web=0.7 code=0.3", "web=0.2 code=0.3 math=0.5"]
+
+The last stage has no tokens and lasts to the end of the run, so that the order of samples does not depend on that end.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import Any
+
+from gpt_pretrain.config.derived import is_weight, weight_of
+from gpt_pretrain.config.errors import ConfigError, refusal
+from gpt_pretrain.config.json_objects import JsonObject
+from gpt_pretrain.config.schema_data import DataConfig
+
+_KEYS = ("data_prefix", "validation_prefix", "text_files")
+_FORM = 'model.data.stages=["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]'
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """Part of a run that draws its samples with the same weights."""
+
+    num_tokens: float | None
+    """Training tokens of the stage; None: all that follow."""
+    weights: Mapping[str, float]
+    """By source; they sum to 1."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConsumedSource(JsonObject):
+    """What a run has read of a source, if it has read its present data from the start."""
+
+    tokens: int
+    """Training tokens."""
+    epochs: float
+    """Tokens over those of the source's training split."""
+    documents: int
+    """Documents of which the last token was read, each as often as it was."""
+
+
+def read_entries(entries: Sequence[Any], key: str) -> tuple[list[str], list[float] | None]:
+    """The paths of a list without `entries_problems`, and their weights, which sum to 1; None without weights.
+
+    Raises:
+        ConfigError: The weights sum to neither 1 nor 100 (to one part in a thousand): normalizing would hide a
+            forgotten or mistyped one.
+    """
+    if not any(map(is_weight, entries)):
+        return [str(entry) for entry in entries], None
+    weights, paths = [float(weight) for weight in entries[::2]], [str(path) for path in entries[1::2]]
+    mended = ",".join(f"{weight / sum(weights):.4g},{path}" for weight, path in zip(weights, paths, strict=True))
+    return paths, _shares(weights, key, f"{key}=[{mended}]")
+
+
+def _shares(weights: list[float], what: str, mended: str) -> list[float]:
+    total = sum(weights)
+    if not (math.isclose(total, 1, rel_tol=1e-3) or math.isclose(total, 100, rel_tol=1e-3)):
+        shown = ", ".join(f"{weight:g}" for weight in weights)
+        raise ConfigError(
+            [f"{what}: the weights {shown} have the sum {total:g}; they must sum to 1 or 100. In proportion: {mended}"]
+        )
+    return [weight / total for weight in weights]
+
+
+def has_own_sources(data: DataConfig, entries: Sequence[Any]) -> bool:
+    """Whether each path of a list is a source of its own."""
+    return any(map(is_weight, entries)) or data.temperature is not None or bool(data.stages)
+
+
+def source_names(paths: Sequence[str]) -> list[str]:
+    """The names of paths and patterns: the last part without wildcards and suffix, with as many parents as needed."""
+    parts = [_plain_parts(path) for path in paths]
+    for depth in range(1, max(map(len, parts)) + 1):
+        names = ["/".join(each[-depth:]) for each in parts]
+        if len(set(names)) == len(names):
+            return names
+    return list(paths)
+
+
+def _plain_parts(path: str) -> list[str]:
+    parts = [part for part in PurePath(path).parts if part != "/"]
+    while len(parts) > 1 and any(character in parts[-1] for character in "*?["):
+        parts.pop()
+    suffix = PurePath(parts[-1]).suffix
+    return [
+        *parts[:-1],
+        parts[-1].removesuffix(suffix) if suffix in (".txt", ".jsonl", ".parquet", ".arrow") else parts[-1],
+    ]
+
+
+def read_stages(data: DataConfig) -> list[Stage]:
+    """The stages of a run; none without `model.data.stages`.
+
+    Raises:
+        ConfigError: A stage is not of the form, or its weights do not sum to 1 or 100.
+    """
+    stages = []
+    for number, text in enumerate(data.stages, start=1):
+        words = text.split()
+        num_tokens = weight_of(words.pop(0)) if words and is_weight(words[0]) else None
+        pairs = [(name, weight_of(weight)) for name, _, weight in (word.rpartition("=") for word in words)]
+        weights = {name: weight for name, weight in pairs if name and weight is not None and 0 < weight < math.inf}
+        is_last = number == len(data.stages)
+        if not words or len(weights) < len(words) or (num_tokens is None) is not is_last:
+            tokens = "no tokens, since it lasts to the end" if is_last else "its tokens first"
+            raise ConfigError([f"model.data.stages: {text!r} is not {tokens} and weights by source; write {_FORM}"])
+        if num_tokens is not None and not 1 <= num_tokens < 2**53:
+            raise ConfigError([f"model.data.stages: {text!r} has {num_tokens:g} tokens; use 1 to {2**53:g}"])
+        mended = " ".join(f"{name}={weight / sum(weights.values()):.4g}" for name, weight in weights.items())
+        shares = _shares([*weights.values()], f"model.data.stages: {text!r}", mended)
+        stages.append(Stage(num_tokens, dict(zip(weights, shares, strict=True))))
+    return stages
+
+
+def mixture_problems(data: DataConfig) -> Iterator[str]:
+    """What is wrong with lists of sources, temperature and stages."""
+    own = getattr(data, data.data_impl.files_key or "", [])
+    for name in _KEYS:
+        entries = getattr(data, name)
+        yield from entries_problems(f"model.data.{name}", entries)
+        paths = [str(entry) for entry in entries if not is_weight(entry)]
+        if has_own_sources(data, entries) and (twice := [path for path in paths if paths.count(path) > 1]):
+            yield f"model.data.{name} names {twice[0]} twice; give it once, with one weight"
+    ways = [f"model.data.temperature={data.temperature}"] if data.temperature is not None else []
+    ways += ["model.data.stages"] if data.stages else []
+    ways += [f"the weights in model.data.{data.data_impl.files_key}"] if any(map(is_weight, own)) else []
+    if len(ways) > 1:
+        yield refusal(ways[0], ways[1], "both weight the sources", "one of them")
+    try:
+        stages = read_stages(data)
+    except ConfigError as error:
+        yield from error.problems
+        return
+    if not stages or not own or len(ways) > 1:
+        return
+    names = source_names([str(path) for path in own])
+    for text, stage in zip(data.stages, stages, strict=True):
+        if unknown := [name for name in stage.weights if name not in names]:
+            yield f"model.data.stages: {text!r} weights {unknown[0]!r}; the sources are {', '.join(names)}"
+            return
+    if unread := [name for name in names if not any(name in stage.weights for stage in stages)]:
+        yield f"model.data.stages: no stage reads the source {unread[0]!r}; give it a weight, or leave its files out"
+
+
+def entries_problems(key: str, entries: Sequence[Any]) -> Iterator[str]:
+    """Paths alone, or weights and paths alternating (megatron-core's get_blend_from_list)."""
+    if not any(map(is_weight, entries)):
+        return
+    weights, paths = entries[::2], entries[1::2]
+    shown = "[" + ",".join(map(str, entries)) + "]"
+    if len(weights) != len(paths) or not all(map(is_weight, weights)) or any(map(is_weight, paths)):
+        yield (
+            f"{key}={shown} mixes weights and paths; "
+            "give paths alone, or alternate weights and paths: [0.7,web,0.3,code]"
+        )
+    elif not all(0 < (weight_of(weight) or 0) < math.inf for weight in weights):
+        yield f"{key}={shown} has a weight that is not positive, or endless; leave that path out"
