@@ -24,6 +24,7 @@ TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "stri
 
 # Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
+    "runs": "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out",
     "fp8_format": (
         "use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or with model.fp8_e4m3=true "
         "(E4M3 in both)"
@@ -40,6 +41,9 @@ UNSUPPORTED = {
     "nccl_ub": (
         "megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink multicast on where the host forbids it, "
         "and continues without registered buffers where NCCL refuses them; leave it out"
+    ),
+    "precompute_float8_dynamic_scale_for_fsdp": (
+        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out"
     ),
 }
 
