@@ -236,6 +236,7 @@ ROWS = [
         transformer={"recompute_num_layers": 2},
     ),
     Row(override="model.data.eod_mask_loss=true", transformer={"calculate_per_token_loss": True}),
+    Row(override="model.data.eod_mask_labels=true", transformer={"calculate_per_token_loss": True}),
     Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
     Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
     Row(
@@ -447,6 +448,7 @@ ELSEWHERE = {
     "megatron/own_model.py": ("model.layer", "model.loss"),
     "features/of_extensions.py": ("model.features",),
     "megatron/gpt.py": (
+        "model.z_loss_coeff",
         "model.max_position_embeddings",
         "model.position_embedding_type",
         "model.rotary_percentage",

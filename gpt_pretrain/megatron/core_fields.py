@@ -20,6 +20,7 @@ from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
+    masks_tokens,
     min_lr,
     moe_ffn_hidden_size,
     num_query_groups,
@@ -153,7 +154,8 @@ def _precision_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("params_dtype", dtype, precision)
     yield Field("pipeline_dtype", dtype, precision)
     # The exact mean over unmasked tokens in every layout. Without a mask the cheaper mean of means is the same.
-    yield Field("calculate_per_token_loss", spec.model.data.eod_mask_loss, ("model.data.eod_mask_loss",))
+    masks = "model.data.eod_mask_loss", "model.data.eod_mask_labels"
+    yield Field("calculate_per_token_loss", masks_tokens(spec.model), masks)
 
 
 def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
@@ -223,7 +225,7 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
         spec.platform.cuda
         and spec.layout.dp * spec.layout.cp > 1
         and model.num_moe_experts is None
-        and not model.data.eod_mask_loss
+        and not masks_tokens(model)
     )
     return [
         *_told_by_schema(spec, "DistributedDataParallelConfig"),

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
+from gpt_pretrain.config.derived import masks_tokens
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.extend.code import code_digests
@@ -327,7 +328,7 @@ class Trainer:
         return StepGuard(
             self.config.trainer,
             model.global_batch_size,
-            num_tokens=None if model.data.eod_mask_loss else model.global_batch_size * model.encoder_seq_length,
+            num_tokens=None if masks_tokens(model) else model.global_batch_size * model.encoder_seq_length,
             losses=self.progress.losses,
             spikes=self.progress.spikes,
         )
