@@ -172,6 +172,21 @@ RULES = [
         "model.bias_activation_fusion=true model.activation=gelu",
     ),
     Refused("model.bias_activation_fusion=true model.activation=squared_relu"),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.save_interval=250",
+        "checkpoint.keep_best=true checkpoint.keep_last=null",
+        legal="checkpoint.keep_best=true checkpoint.save_interval=250 checkpoint.keep_last=1",
+    ),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.keep_last=1 checkpoint.save_interval=250 trainer.limit_val_batches=0 "
+        "trainer.val_check_interval=null",
+        "checkpoint.keep_best=true trainer.val_check_interval=null",
+        legal="checkpoint.keep_best=true checkpoint.save_interval=250 checkpoint.keep_last=1",
+    ),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.keep_last=1 checkpoint.save_interval=70",
+        "checkpoint.keep_best=true checkpoint.save_interval=70 trainer.val_check_interval=250",
+    ),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_loss_fusion=false"),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_fusion_impl=native"),
     Refused(

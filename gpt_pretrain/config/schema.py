@@ -120,6 +120,8 @@ class CheckpointConfig:
     except those of save_interval_minutes."""
     keep_every: int | None = key(minimum=1)
     """Never delete checkpoints whose step is a multiple of this, whatever keep_last says; null: none."""
+    keep_best: bool = key(before=False)
+    """Keep the checkpoint with the lowest validation loss, too, until one with a lower loss is complete."""
     on_save_error: OnSaveError
     """If a checkpoint cannot be written (disk full, not writable): stop with exit code 1, or continue and try again at
     the next interval. If the last checkpoint of a run fails, the exit code is always 1."""

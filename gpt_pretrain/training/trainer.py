@@ -185,7 +185,7 @@ class Trainer:
                 result = train_step(self._trainable, self._train_batches)
             self._proofs.judge(step, result)
         consumed_samples = first_sample + self.config.model.global_batch_size
-        self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
+        self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples, validation_loss=None)
         self._newest = result
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
@@ -216,7 +216,8 @@ class Trainer:
             return
         self._log_fp8()
         with self._meter.paused(), self._trainable.model.gathered_parameters():
-            self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
+            loss = self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
+            self.progress = replace(self.progress, validation_loss=loss if math.isfinite(loss) else None)
             self._callbacks.validation(self.progress.step)
 
     def save(self, *, by_clock: bool = False) -> None:
