@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 
-from gpt_pretrain.config.errors import ConfigError, visible
+from gpt_pretrain.config.errors import ConfigError, visible, written
 from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import flatten, schema_keys
 from gpt_pretrain.config.recipes import RECIPES
@@ -120,11 +120,19 @@ def _candidates(settings: Mapping[str, Setting]) -> Iterator[tuple[str, list[str
         yield "data", [str(values["model.data.data_impl"])]
 
 
+def _sizes(preset: str) -> dict[str, Any]:
+    """The sizes of a model's preset, those of the preset that it starts from included."""
+    own = yaml.safe_load((find_conf_dir() / "model" / f"{preset}.yaml").read_text())
+    parents = [each for each in own.get("defaults", []) if each not in ("_self_", "base")]
+    sizes = {size: value for parent in parents for size, value in _sizes(parent).items()}
+    return sizes | {size: own[size] for size in _SIZES if own.get(size) not in (None, "???")}
+
+
 def _presets(values: Mapping[str, Any]) -> Iterator[str]:
     """Models of the same sizes."""
+    wanted = {size: values.get(f"model.{size}") for size in _SIZES}
     for path in sorted((find_conf_dir() / "model").glob("*.yaml")):
-        own = yaml.safe_load(path.read_text())
-        if all(own.get(size) == values.get(f"model.{size}") for size in _SIZES):
+        if _sizes(path.stem) == wanted:
             yield path.stem
 
 
@@ -271,7 +279,9 @@ def _lines(tree: Mapping[str, Any], indent: str) -> Iterator[str]:
             yield from _lines(node, f"{indent}  ")
             continue
         line = f"{indent}{name}: {_plain(node.value)}"
-        told = f"  # {visible(node.origin)}"
+        told = (
+            "" if node.origin.lstrip("+").endswith(f"{name}={written(node.value)}") else f"  # {visible(node.origin)}"
+        )
         if len(line) + len(told) <= _WIDTH:
             yield line + told
         else:

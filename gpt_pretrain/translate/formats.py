@@ -7,9 +7,10 @@ from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import read_foreign_text
-from gpt_pretrain.translate import megatron_lm
+from gpt_pretrain.translate import megatron_lm, nemo
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
 from gpt_pretrain.translate.megatron_options import rows_of
+from gpt_pretrain.translate.structured_files import as_written, flat, has, look_up, read_values, with_overrides
 from gpt_pretrain.translate.translation import Source, Translation, translate_source
 
 
@@ -68,7 +69,41 @@ def _as_option(option: str, value: Any) -> str:
     return f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
 
 
-FORMATS: Mapping[str, Callable[[Given], Translation]] = {"megatron-lm": translate_megatron_lm}
+def _values(path: Path) -> dict[str, Any]:
+    """A file's settings by dotted names.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    try:
+        return look_up(flat(read_values(path)))
+    except FileNotFoundError as error:
+        raise ConfigError([f"{path}: there is no such file"]) from error
+
+
+def translate_nemo(given: Given) -> Translation:
+    """Translates a NeMo 1.x file with overrides, or overrides alone."""
+    values, shown = with_overrides(_values(given.files[0]) if given.files else {}, given.words)
+    written = as_written(values, shown)
+    values = look_up(dict(nemo.DEFAULTS if given.files else {}) | values)
+    translation = Translation(program="NeMo", name=given.name)
+    source = Source(program="NeMo", values=values, given=written)
+    translate_source(nemo.rows_of(values), nemo.derive, source, translation)
+    return translation if given.files else _of_given(translation)
+
+
+def _of_given(translation: Translation) -> Translation:
+    """What some settings alone become, without what follows from the ones that are not there."""
+    translation.settings = {key: setting for key, setting in translation.settings.items() if setting.given}
+    translation.lost = [lost for lost in translation.lost if "default)" not in lost.setting]
+    translation.up_to_you = []
+    return translation
+
+
+FORMATS: Mapping[str, Callable[[Given], Translation]] = {
+    "megatron-lm": translate_megatron_lm,
+    "nemo": translate_nemo,
+}
 
 
 def format_of(given: Given) -> str:
@@ -79,4 +114,15 @@ def format_of(given: Given) -> str:
     """
     if not given.files or given.files[0].suffix in (".sh", ".sbatch", ".slurm", ".bash", ".sub", ""):
         return "megatron-lm"
-    raise ConfigError([f"{given.files[0]}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
+    path = given.files[0]
+    values = _values(path)
+    for name, marks in _MARKS.items():
+        if all(has(values, *each) for each in marks):
+            return name
+    raise ConfigError([f"{path}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
+
+
+# Each format has one setting at least of each group.
+_MARKS: Mapping[str, Sequence[Sequence[str]]] = {
+    "nemo": [["trainer"], ["model.micro_batch_size", "model.encoder_seq_length", "model.megatron_amp_O2"]],
+}

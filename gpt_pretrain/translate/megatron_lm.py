@@ -4,9 +4,9 @@ The sources are megatron-core 0.19.2's `megatron/training/arguments.py`, `argume
 """
 
 import math
-from typing import Any
 
-from gpt_pretrain.translate.megatron_options import ANOTHER_MODEL, ROWS
+from gpt_pretrain.translate.common import ANOTHER_MODEL, GPT2_TOKENS, blend, set_vocabulary_rows
+from gpt_pretrain.translate.megatron_options import ROWS
 from gpt_pretrain.translate.translation import TOGETHER, Source, Translation
 
 
@@ -84,7 +84,7 @@ def _vocabulary(source: Source, translation: Translation) -> None:
     elif tokens:
         translation.derive(source, "model.vocab_size", tokens, "vocab_size")
     elif of_gpt2:
-        tokens = 50257
+        tokens = GPT2_TOKENS
         how = "GPT-2's BPE has 50,257 tokens"
         translation.derive(source, "model.vocab_size", tokens, "tokenizer_type", "vocab_file", how=how)
     else:
@@ -94,17 +94,8 @@ def _vocabulary(source: Source, translation: Translation) -> None:
     elif names := [name for name in _OF_TOKENIZER if name in source.given]:
         why = "only text needs a tokenizer, as a Hugging Face tokenizer.json; indexed files do without"
         translation.up_to_you.append(("model.tokenizer.model", f"{why} ({', '.join(map(source.shown, names))})"))
-    divisor, tp = source.get("make_vocab_size_divisible_by"), source.get("tensor_model_parallel_size")
-    if not divisor or not tp:
-        return
-    padded = None if not tokens else -(-tokens // (divisor * tp)) * divisor * tp
-    ours = None if not tokens else -(-tokens // divisor) * divisor
-    if padded == ours and ours is not None and ours % tp == 0:
-        translation.derive(source, "model.make_vocab_size_divisible_by", divisor, "make_vocab_size_divisible_by")
-    else:
-        how = f"times {tp} tensor-parallel ranks" + (f", {padded:,} rows" if padded else "")
-        sizes = ("make_vocab_size_divisible_by", "tensor_model_parallel_size")
-        translation.derive(source, "model.make_vocab_size_divisible_by", divisor * tp, *sizes, how=how)
+    tp = "tensor_model_parallel_size"
+    set_vocabulary_rows(source, translation, tokens, "make_vocab_size_divisible_by", tp)
 
 
 def _precision(source: Source, translation: Translation) -> None:
@@ -269,18 +260,6 @@ def _decoupled(source: Source, translation: Translation) -> None:
         translation.lose(source.shown("decoupled_min_lr"), there, f"it falls to a tenth, {rate / 10:g}")
 
 
-def _blend(words: list[str]) -> list[Any]:
-    """Weights and paths; a weight is a number."""
-
-    def entry(word: str) -> Any:
-        try:
-            return float(word) if "." in word or "e" in word.lower() else int(word)
-        except ValueError:
-            return word
-
-    return [entry(word) for word in words] if len(words) > 1 else list(words)
-
-
 def _data(source: Source, translation: Translation) -> None:
     paths, train = source.get("data_path"), source.get("train_data_path")
     key = "model.data.data_impl"
@@ -289,9 +268,9 @@ def _data(source: Source, translation: Translation) -> None:
     elif paths or train:
         name = "data_path" if paths else "train_data_path"
         translation.derive(source, key, "mmap", name)
-        translation.derive(source, "model.data.data_prefix", _blend(paths or train), name)
+        translation.derive(source, "model.data.data_prefix", blend(paths or train), name)
         if source.get("valid_data_path"):
-            prefix = _blend(source.get("valid_data_path"))
+            prefix = blend(source.get("valid_data_path"))
             translation.derive(source, "model.data.validation_prefix", prefix, "valid_data_path")
     else:
         names = [name for name in ("data_args_path", "per_split_data_args_path") if name in source.given]

@@ -7,9 +7,8 @@ those that no row has are reported with the parser's own help.
 from collections.abc import Mapping
 from typing import Any
 
+from gpt_pretrain.translate.common import ANOTHER_MODEL
 from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row, Untranslatable
-
-ANOTHER_MODEL = "there is no such layer: the result is another model"
 
 
 def _one(value: Any) -> Any:

@@ -17,7 +17,8 @@ def _item(text: str) -> Iterator[str]:
 
 
 def _becomes(key: str, setting: Setting) -> str:
-    return f"{setting.origin} → {key}={written(setting.value)}"
+    ours = f"{key}={written(setting.value)}"
+    return ours if setting.origin.lstrip("+") == ours else f"{setting.origin} → {ours}"
 
 
 def report_lines(translation: Translation, experiment: Experiment) -> Iterator[str]:
