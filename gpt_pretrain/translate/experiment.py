@@ -106,10 +106,12 @@ def _differing(settings: Mapping[str, Setting], base: Mapping[str, Any]) -> dict
     return {key: setting for key, setting in settings.items() if not is_there(key, setting.value)}
 
 
-def _candidates(settings: Mapping[str, Setting]) -> Iterator[tuple[str, list[str]]]:
+def _candidates(settings: Mapping[str, Setting], preset: str | None) -> Iterator[tuple[str, list[str]]]:
     """The groups, each with the options to choose from, the one of least effect first."""
     values = {key: setting.value for key, setting in settings.items()}
-    if "model.num_layers" in values:
+    if preset is not None:
+        yield "model", [preset]
+    elif "model.num_layers" in values:
         yield "model", ["base", *_presets(values)]
     if "model.optim.name" in values:
         yield "optimizer", [str(values["model.optim.name"])]
@@ -136,9 +138,9 @@ def _presets(values: Mapping[str, Any]) -> Iterator[str]:
             yield path.stem
 
 
-def _choose(settings: Mapping[str, Setting]) -> dict[str, str]:
+def _choose(settings: Mapping[str, Setting], preset: str | None) -> dict[str, str]:
     chosen: dict[str, str] = {}
-    for group, options in _candidates(settings):
+    for group, options in _candidates(settings, preset):
         left = {option: len(_differing(settings, _values_of({**chosen, group: option}))) for option in options}
         chosen[group] = min(options, key=left.__getitem__)
     return chosen
@@ -179,7 +181,7 @@ def _without_unread(
     translation: Translation, settings: Mapping[str, Setting]
 ) -> tuple[dict[str, Setting], dict[str, tuple[Setting, str]]]:
     """The settings that the run reads, and those that were given in vain, with why."""
-    choices = _choose(settings)
+    choices = _choose(settings, translation.preset)
     base = _values_of(choices)
     # What is open must not hide what nothing reads.
     filled = {key: Setting(1, "", given=False) for key, value in base.items() if value == "???"}
@@ -197,7 +199,7 @@ def build_experiment(translation: Translation) -> Experiment:
     known = {key: setting for key, setting in translation.settings.items() if key in schema_keys()}
     assert known.keys() == translation.settings.keys(), translation.settings.keys() - known.keys()
     effective, unread = _without_unread(translation, known)
-    choices = _choose(effective)
+    choices = _choose(effective, translation.preset)
     changed = {group: option for group, option in choices.items() if _default_choices().get(group) != option}
     written = _differing(effective, _values_of(choices))
     equal = {key: setting for key, setting in effective.items() if key not in written}

@@ -7,10 +7,18 @@ from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import read_foreign_text
-from gpt_pretrain.translate import megatron_lm, nemo
+from gpt_pretrain.translate import megatron_lm, nemo, torchtitan
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
 from gpt_pretrain.translate.megatron_options import rows_of
-from gpt_pretrain.translate.structured_files import as_written, flat, has, look_up, read_values, with_overrides
+from gpt_pretrain.translate.structured_files import (
+    as_written,
+    flat,
+    has,
+    look_up,
+    read_values,
+    with_options,
+    with_overrides,
+)
 from gpt_pretrain.translate.translation import Source, Translation, translate_source
 
 
@@ -100,9 +108,46 @@ def _of_given(translation: Translation) -> Translation:
     return translation
 
 
+def translate_torchtitan(given: Given) -> Translation:
+    """Translates a torchtitan file with options, or options alone."""
+    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
+    written = as_written(values, shown)
+    rename = torchtitan.RENAMED
+    values = {rename.get(name, name): value for name, value in values.items()}
+    translation = Translation(program="torchtitan", name=given.name)
+    _set_processes(given, translation)
+    source = Source(
+        program="torchtitan",
+        values={**torchtitan.DEFAULTS, **values},
+        given={rename.get(name, name): text for name, text in written.items()},
+    )
+    translate_source(torchtitan.rows_of(source.values), torchtitan.derive, source, translation)
+    return translation if given.files else _of_given(translation)
+
+
+def _set_processes(given: Given, translation: Translation) -> None:
+    """The number of processes, which no file says, from --env WORLD_SIZE=… and LOCAL_WORLD_SIZE=…, torchrun's names.
+
+    Raises:
+        ConfigError: They are no such numbers.
+    """
+    if "WORLD_SIZE" not in given.environment:
+        return
+    texts = {name: given.environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    world = int(texts["WORLD_SIZE"]) if texts["WORLD_SIZE"].isdecimal() else 0
+    local = int(texts["LOCAL_WORLD_SIZE"]) if texts["LOCAL_WORLD_SIZE"].isdecimal() else min(world, 8)
+    if world < 1 or local < 1 or world % local:
+        told = " ".join(f"{name}={text}" for name, text in texts.items() if text)
+        raise ConfigError([f"--env {told}: no number of processes; give --env WORLD_SIZE=16 --env LOCAL_WORLD_SIZE=8"])
+    origin = f"--env WORLD_SIZE={world}"
+    translation.set("trainer.devices", local, origin)
+    translation.set("trainer.num_nodes", world // local, origin)
+
+
 FORMATS: Mapping[str, Callable[[Given], Translation]] = {
     "megatron-lm": translate_megatron_lm,
     "nemo": translate_nemo,
+    "torchtitan": translate_torchtitan,
 }
 
 
@@ -116,6 +161,8 @@ def format_of(given: Given) -> str:
         return "megatron-lm"
     path = given.files[0]
     values = _values(path)
+    if path.suffix == ".toml":
+        return "torchtitan"
     for name, marks in _MARKS.items():
         if all(has(values, *each) for each in marks):
             return name

@@ -120,6 +120,8 @@ class Translation:
 
     program: str
     name: str
+    preset: str | None = None
+    """The preset that is the other program's model, if it only names it."""
     settings: dict[str, Setting] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     not_needed: list[tuple[str, str]] = field(default_factory=list)
