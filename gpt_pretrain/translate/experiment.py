@@ -141,7 +141,13 @@ def _presets(values: Mapping[str, Any]) -> Iterator[str]:
 def _choose(settings: Mapping[str, Setting], preset: str | None) -> dict[str, str]:
     chosen: dict[str, str] = {}
     for group, options in _candidates(settings, preset):
-        left = {option: len(_differing(settings, _values_of({**chosen, group: option}))) for option in options}
+        values = {option: _values_of({**chosen, group: option}) for option in options}
+        left = {option: len(_differing(settings, values[option])) for option in options}
+        if group == "parallelism":
+            # An option must not bring what nobody asked for.
+            for option, brought in values.items():
+                differs = (key for key in brought if not _same(brought[key], values[options[0]][key]))
+                left[option] += sum(key not in settings for key in differs)
         chosen[group] = min(options, key=left.__getitem__)
     return chosen
 
@@ -151,6 +157,9 @@ def _values_of(choices: Mapping[str, str]) -> Mapping[str, Any]:
 
 
 def _world(translation: Translation) -> Launch | None:
+    """The processes of the run; None if they are not known, or if the batch that they divide is not."""
+    if "model.global_batch_size" not in translation.settings:
+        return None
     devices, nodes = translation.value("trainer.devices"), translation.value("trainer.num_nodes") or 1
     if not isinstance(devices, int) or not isinstance(nodes, int) or min(devices, nodes) < 1:
         return None

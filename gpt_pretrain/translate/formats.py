@@ -7,7 +7,7 @@ from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import read_foreign_text
-from gpt_pretrain.translate import megatron_lm, nemo, torchtitan
+from gpt_pretrain.translate import accelerate, automodel, megatron_lm, nemo, torchtitan
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
 from gpt_pretrain.translate.megatron_options import rows_of
 from gpt_pretrain.translate.structured_files import (
@@ -44,7 +44,7 @@ def _first_sentence(text: str) -> str:
 
 def translate_megatron_lm(given: Given) -> Translation:
     """Translates Megatron-LM's arguments."""
-    text = read_foreign_text(given.files[0]) if given.files else None
+    text = _found(read_foreign_text, given.files[0]) if given.files else None
     read = read_arguments_of(text, given.words, given.environment)
     translation = Translation(program="Megatron-LM", name=given.name, notes=read.notes)
     source = Source(
@@ -83,8 +83,12 @@ def _values(path: Path) -> dict[str, Any]:
     Raises:
         ConfigError: There is no such file.
     """
+    return look_up(flat(_found(read_values, path)))
+
+
+def _found[Content](read: Callable[[Path], Content], path: Path) -> Content:
     try:
-        return look_up(flat(read_values(path)))
+        return read(path)
     except FileNotFoundError as error:
         raise ConfigError([f"{path}: there is no such file"]) from error
 
@@ -125,6 +129,35 @@ def translate_torchtitan(given: Given) -> Translation:
     return translation if given.files else _of_given(translation)
 
 
+def translate_automodel(given: Given) -> Translation:
+    """Translates a recipe of NeMo-Automodel, with options over it."""
+    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
+    translation = Translation(program="NeMo-Automodel", name=given.name)
+    _set_processes(given, translation)
+    source = Source(program="NeMo-Automodel", values=values, given=as_written(values, shown))
+    translate_source(automodel.rows_of(values), automodel.derive, source, translation)
+    return translation
+
+
+def translate_accelerate(given: Given) -> Translation:
+    """Translates Accelerate's YAML, DeepSpeed's JSON, or both."""
+    if given.words:
+        raise ConfigError([f"{given.words[0]!r}: Accelerate's files are translated as they are; leave it out"])
+    values: dict[str, Any] = {}
+    shown: dict[str, str] = {}
+    for path in given.files:
+        own = _values(path)
+        written = as_written(own, {})
+        section = f"{accelerate.DEEPSPEED}." if path.suffix == ".json" else ""
+        values |= {f"{section}{name}": value for name, value in own.items()}
+        shown |= {f"{section}{name}": text for name, text in written.items()}
+    translation = Translation(program="Accelerate", name=given.name)
+    _set_processes(given, translation)
+    source = Source(program="Accelerate", values=values, given=shown)
+    translate_source(accelerate.rows_of(values), accelerate.derive, source, translation)
+    return translation
+
+
 def _set_processes(given: Given, translation: Translation) -> None:
     """The number of processes, which no file says, from --env WORLD_SIZE=… and LOCAL_WORLD_SIZE=…, torchrun's names.
 
@@ -148,6 +181,8 @@ FORMATS: Mapping[str, Callable[[Given], Translation]] = {
     "megatron-lm": translate_megatron_lm,
     "nemo": translate_nemo,
     "torchtitan": translate_torchtitan,
+    "automodel": translate_automodel,
+    "accelerate": translate_accelerate,
 }
 
 
@@ -166,10 +201,32 @@ def format_of(given: Given) -> str:
     for name, marks in _MARKS.items():
         if all(has(values, *each) for each in marks):
             return name
+    for name, marks in _NOT_YET.items():
+        if all(has(values, *each) for each in marks):
+            known = ", ".join(FORMATS)
+            raise ConfigError([f"{path} is of {name}, which is not translated yet; those that are: {known}"])
     raise ConfigError([f"{path}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
 
 
 # Each format has one setting at least of each group.
 _MARKS: Mapping[str, Sequence[Sequence[str]]] = {
+    "automodel": [["step_scheduler", "fp8.recipe_name"]],
+    "accelerate": [
+        [
+            "compute_environment",
+            "distributed_type",
+            "mixed_precision",
+            "fp8_config",
+            "zero_optimization",
+            "train_micro_batch_size_per_gpu",
+        ]
+    ],
     "nemo": [["trainer"], ["model.micro_batch_size", "model.encoder_seq_length", "model.megatron_amp_O2"]],
+}
+_NOT_YET: Mapping[str, Sequence[Sequence[str]]] = {
+    "Megatron-Bridge": [["model._target_"], ["ddp", "mixed_precision", "rerun_state_machine"]],
+    "nanotron": [["parallelism"], ["tokens"], ["optimizer"]],
+    "litgpt": [["train"], ["out_dir", "model_name", "model_config", "tokenizer_dir"]],
+    "GPT-NeoX": [["pipe_parallel_size", "pipe-parallel-size", "model_parallel_size", "model-parallel-size"]],
+    "Megatron-LM (--yaml-cfg)": [["language_model"], ["model_parallel"]],
 }
