@@ -6,18 +6,21 @@ report goes to stderr. Files are read as data: nothing in them runs.
 
     python -m gpt_pretrain.translate [--from FORMAT] [--env NAME=VALUE]… FILE… [ARGUMENT…]
 
-FORMAT is found out from the files if it is not given: megatron-lm (arguments,
-or a shell script with them). --env gives a variable of a script that only its
-environment knows; $1 is called 1. ARGUMENTs are the other program's own, and
-count after the files'.
+--from    megatron-lm (arguments, or a shell script with them), nemo (1.x),
+          torchtitan, automodel, accelerate (with DeepSpeed's JSON);
+          found out from the file if it is not given
+--env     a variable that only the environment of a script knows ($1 is called
+          1), or WORLD_SIZE for files that do not say how many processes run
+ARGUMENT  the other program's own, which counts after the files
 
 Exit codes: 0 translated, and our own check accepts the result; 3 translated,
 and it does not: the report says why; 2 a mistake in what was given; 1 a crash.
 
 Examples:
     python -m gpt_pretrain.translate pretrain_llama3_8b_fp8.sh > conf/experiment/mine.yaml
-    python -m gpt_pretrain.translate --env DATA_PATH=corpus_text_document train.sh --train-iters 1000
-    python -m gpt_pretrain.translate --num-layers 24 --hidden-size 2048 --num-attention-heads 16 …
+    python -m gpt_pretrain.translate --env DATA_PATH=web_text_document train.sh --lr 1e-4
+    python -m gpt_pretrain.translate --from nemo megatron_gpt_config.yaml '++model.fp8=True'
+    python -m gpt_pretrain.translate --env WORLD_SIZE=8 llama3_8b.toml --training.steps=1000
 """
 
 import sys

@@ -1,6 +1,6 @@
 """NeMo 1.x: `examples/nlp/language_modeling/conf/megatron_*_config.yaml` with Hydra's overrides.
 
-Many keys are ours by name and place. What a file leaves out has the default of NeMo's own code (`MegatronGPTModel`).
+Many keys are ours by name and place. What a file leaves out has the default of NeMo's own model class.
 """
 
 from collections.abc import Mapping
