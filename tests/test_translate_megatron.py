@@ -174,6 +174,31 @@ def test_options_of_the_model(capsys, words, expected):
     assert {name: found.get(name, "missing") for name in expected} == expected
 
 
+def test_layers_that_are_not_here_make_another_model(capsys):
+    done = translate(capsys, *SMALL, "--multi-latent-attention", "--fp32-residual-connection")
+
+    assert done.code == 3
+    (problem,) = done.section("our own check refuses")
+    assert "--multi-latent-attention" in problem
+    assert "--fp32-residual-connection" not in problem
+
+
+def test_a_script_that_only_holds_options(capsys, tmp_path):
+    path = tmp_path / "conf.sh"
+    path.write_text(f'MODEL_ARGS=" \\\n {" ".join(SMALL)} \\\n --swiglu "\nexport X=1\n')
+    done = translate(capsys, str(path))
+
+    assert done.keys["model.activation"] == "swiglu"
+    assert "MODEL_ARGS" in " ".join(done.section("read with care"))
+
+
+def test_another_program_than_pretrain_gpt_is_told(capsys, tmp_path):
+    path = tmp_path / "bert.sh"
+    path.write_text(f"torchrun --nproc_per_node 1 pretrain_bert.py {' '.join(SMALL)}\n")
+
+    assert "pretrain_bert.py" in " ".join(translate(capsys, str(path)).section("read with care"))
+
+
 def some_value(action):
     """A value of an option that is not its default."""
     if action.nargs == 0:

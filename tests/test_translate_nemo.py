@@ -80,6 +80,21 @@ def test_what_a_file_leaves_out_has_nemos_default(capsys, tmp_path):
     assert done.keys["trainer.gradient_clip_val"] == 0.0
 
 
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [((), None), (("data_dir=/data",), ["/data/a_text_document"])],
+)
+def test_what_another_file_knows_is_up_to_the_user(capsys, tmp_path, override, expected):
+    path = tmp_path / "launcher.yaml"
+    text = (FOLDER / LLAMA).read_text().replace("[1.0, /data/train_text_document]", "['${data_dir}/a_text_document']")
+    path.write_text(text)
+    done = translate(capsys, str(path), "model.override_vocab_size=128256", *override)
+
+    assert done.keys.get("model.data.data_prefix") == expected
+    told = "${data_dir}/a_text_document" in " ".join(done.section("not known from there"))
+    assert told is (expected is None)
+
+
 def test_overrides_alone(capsys):
     done = translate(capsys, "--from", "nemo", *NEMO_FP8_WITH_TE)
 

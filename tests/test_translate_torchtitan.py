@@ -86,6 +86,14 @@ def test_processes_that_nobody_knows_are_up_to_the_user(capsys):
     assert "--env WORLD_SIZE=" in " ".join(done.section("not known from there"))
 
 
+def test_a_model_without_a_preset_never_becomes_another_one(capsys):
+    done = translate(capsys, OLD, "--model.name=deepseek_v3", "--model.flavor=671B")
+
+    assert done.code == 3
+    assert done.choices["model"] == "base"
+    assert "model.num_layers" in " ".join(done.section("our own check refuses"))
+
+
 def test_options_alone(capsys):
     done = translate(capsys, "--from", "torchtitan", "--training.steps=10", "--parallelism.tensor_parallel_degree=2")
 

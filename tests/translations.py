@@ -23,7 +23,7 @@ class Translated:
 
     def section(self, title):
         """The items of one list of the report, each in one line."""
-        for part in self.report.split("\n\n"):
+        for part in self.report.rstrip().split("\n\n"):
             if part.split("\n")[0].startswith(title):
                 return part.partition("\n")[2].replace("\n      ", " ").split("\n")
         return []

@@ -145,6 +145,7 @@ def _model(source: Source, translation: Translation) -> None:
     elif source.get(named):
         translation.preset = preset_named(str(source.get(named)))
         if translation.preset is None:
+            translation.preset = "base"
             translation.lose(source.shown(named), "the model", "no preset is the same; choose model=…")
         else:
             translation.not_needed.append((source.shown(named), f"model={translation.preset} is it"))

@@ -4,7 +4,6 @@ from typing import Any
 
 from gpt_pretrain.translate.translation import Source, Translation
 
-ANOTHER_MODEL = "there is no such layer: the result is another model"
 GPT2_TOKENS = 50257
 
 

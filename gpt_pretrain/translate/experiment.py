@@ -4,6 +4,7 @@ Of a group the option is taken that leaves the fewest keys to write, so that a l
 the command line finds as few keys as possible that the file insists on.
 """
 
+import re
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -178,7 +179,9 @@ def _check(text: str, launch: Launch | None, *, rules: bool) -> tuple[Any, list[
                 Loader(Source(config_dir=Path(folder))), [f"experiment={_FILE}"], rules=checked, complete=True
             )
         except ConfigError as error:
-            return None, [problem.replace(f"{place.resolve()}: ", "") for problem in error.problems]
+            # The user has no such file.
+            shown = re.compile(rf"{re.escape(str(place))}: | \(in {re.escape(str(place))}\)")
+            return None, [shown.sub("", problem) for problem in error.problems]
         return job.config, []
 
 
@@ -214,6 +217,8 @@ def build_experiment(translation: Translation) -> Experiment:
     equal = {key: setting for key, setting in effective.items() if key not in written}
     text = _yaml(translation, changed, written)
     _, problems = _check(text, _world(translation), rules=True)
+    if others := [lost.setting for lost in translation.lost if lost.changes_model]:
+        problems = [f"the model is another one without {', '.join(others)}", *problems]
     header = _header(translation, problems)
     return Experiment(
         text=header + text, choices=changed, written=written, equal=equal, unread=unread, problems=problems
@@ -233,7 +238,7 @@ def _header(translation: Translation, problems: Sequence[str]) -> str:
     sections = (
         ("Our own check refuses it:", problems),
         ("Not known from there, and up to you:", [f"{key}: {why}" for key, why in translation.up_to_you]),
-        ("Without counterpart:", [f"{lost.setting}: {lost.there}; here {lost.here}" for lost in translation.lost]),
+        ("Without counterpart:", [lost.text for lost in translation.lost]),
         ("Read with care:", translation.notes),
     )
     for title, items in sections:
@@ -257,11 +262,16 @@ def _plain(value: Any) -> str:
         text = f"{value:g}" if float(f"{value:g}") == value else repr(value)
         return text.replace("e", ".0e") if "e" in text and "." not in text else text
     if isinstance(value, list):
-        return f"[{', '.join(map(_plain, value))}]"
+        return f"[{', '.join(_in_list(item) if isinstance(item, str) else _plain(item) for item in value)}]"
     if isinstance(value, str):
         # OmegaConf would look `${…}` up.
         value = value.replace("${", "\\${")
     return yaml.safe_dump(value, width=10**6, allow_unicode=True).removesuffix("...\n").strip()
+
+
+def _in_list(text: str) -> str:
+    """A text as an element of a list in one line."""
+    return yaml.safe_dump([text], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
 
 
 def _yaml(translation: Translation, choices: Mapping[str, str], written: Mapping[str, Setting]) -> str:

@@ -3,8 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.common import ANOTHER_MODEL
-from gpt_pretrain.translate.translation import Becomes, NoNeed, NotHere, Row
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row
 
 # The last part of a repository's name, in lower case.
 PRESETS: Mapping[str, str] = {

@@ -80,24 +80,41 @@ def _training_command(script: Script, known: Mapping[str, Any]) -> tuple[list[st
         return len({word.partition("=")[0] for word in command.words} & known.keys())
 
     commands = [each for command in script.commands for each in _unwrapped(command)]
-    best = max(commands, key=score, default=None)
+    best, notes = max(commands, key=score, default=None), []
+    if best is None or score(best) == 0:
+        # Another script reads its variables, or a job that it submits.
+        held = {each: name for name, values in script.variables.items() for each in _held(values)}
+        best = max(held, key=score, default=None)
+        notes = [] if best is None else [f"no command starts training; these are the options that {held[best]} holds"]
     if best is None or score(best) == 0:
         raise ConfigError(["no command with options of Megatron-LM is in it; give the script that starts training"])
     others = [each for each in commands if each is not best and score(each) > 1 and each.words != best.words]
     told = "another command with options of Megatron-LM, which is not translated"
-    notes = [f"line {each.line}: {told}" for each in others]
+    notes += [f"line {each.line}: {told}" for each in others]
     programs = [number for number, word in enumerate(best.words) if word.endswith(".py")]
+    if programs and "gpt" not in best.words[programs[0]].rpartition("/")[2]:
+        notes.append(f"the program is {best.words[programs[0]]}; what it does beside the options is not known")
     start = programs[0] + 1 if programs else next(n for n, word in enumerate(best.words) if word.startswith("--"))
     return [*best.words[:start]], [*best.words[start:]], notes
+
+
+def _held(values: Sequence[str]) -> list[Command]:
+    """What a variable holds, if it is words of a command: an array, or a text of them."""
+    if len(values) > 1:
+        return [Command(0, tuple(values))]
+    return [each for text in values if " --" in f" {text}" for each in read_script(_whole(text), {}).commands]
+
+
+def _whole(text: str) -> str:
+    """A text to be read again, in which what is unknown stays as it is."""
+    return UNKNOWN.sub(lambda mark: re.sub(r"(\W)", r"\\\1", mark[0]), text)
 
 
 def _unwrapped(command: Command) -> list[Command]:
     """The command, or what it has a shell run: `srun … sh -c "python … --options"`."""
     for number, word in enumerate(command.words[:-1]):
         if word == "-c" and command.words[number - 1].rpartition("/")[2] in ("sh", "bash"):
-            # What is unknown stays one text.
-            text = UNKNOWN.sub(lambda mark: re.sub(r"(\W)", r"\\\1", mark[0]), command.words[number + 1])
-            inner = read_script(text, {})
+            inner = read_script(_whole(command.words[number + 1]), {})
             outer = command.words[: number - 1]
             return [Command(command.line, (*outer, *each.words)) for each in inner.commands]
     return [command]

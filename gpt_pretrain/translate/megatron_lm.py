@@ -5,9 +5,9 @@ The sources are megatron-core 0.19.2's `megatron/training/arguments.py`, `argume
 
 import math
 
-from gpt_pretrain.translate.common import ANOTHER_MODEL, GPT2_TOKENS, blend, set_vocabulary_rows
+from gpt_pretrain.translate.common import GPT2_TOKENS, blend, set_vocabulary_rows
 from gpt_pretrain.translate.megatron_options import ROWS
-from gpt_pretrain.translate.translation import TOGETHER, Source, Translation
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, TOGETHER, Source, Translation
 
 
 def derive(source: Source, translation: Translation) -> None:

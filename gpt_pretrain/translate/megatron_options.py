@@ -7,8 +7,7 @@ those that no row has are reported with the parser's own help.
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.common import ANOTHER_MODEL
-from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row, Untranslatable
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, TOGETHER, Becomes, NoNeed, NotHere, Row, Untranslatable
 
 
 def _one(value: Any) -> Any:

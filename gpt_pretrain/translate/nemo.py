@@ -6,8 +6,9 @@ Many keys are ours by name and place. What a file leaves out has the default of 
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.common import ANOTHER_MODEL, GPT2_TOKENS, blend, set_vocabulary_rows
+from gpt_pretrain.translate.common import GPT2_TOKENS, blend, set_sharding, set_vocabulary_rows
 from gpt_pretrain.translate.translation import (
+    ANOTHER_MODEL,
     TOGETHER,
     Becomes,
     NoNeed,
@@ -88,6 +89,7 @@ _KERNELS = (
     "model.gradient_accumulation_fusion",
     "model.apply_rope_fusion",
     "model.use_flash_attention",
+    "model.cross_entropy_loss_fusion",
     "model.moe_grouped_gemm",
     "model.moe_permute_fusion",
 )
@@ -149,6 +151,16 @@ ROWS: Mapping[str, Row] = {
     "model.normalize_attention_scores": NotHere("scores were not divided", ANOTHER_MODEL, (True,)),
     "model.attention_type": NotHere("attention was of another kind", ANOTHER_MODEL, ("multihead",)),
     "model.window_size": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "model.layernorm_zero_centered_gamma": TOGETHER,
+    "model.mcore_customization_config.parallel_attention": NotHere("attention and MLP ran side by side", ANOTHER_MODEL),
+    "model.moe_expert_capacity_factor": NotHere("experts dropped tokens beyond their capacity", "no token is dropped"),
+    "model.moe_pad_expert_input_to_capacity": NotHere("experts were padded to their capacity", "nothing is padded"),
+    "model.rampup_batch_size": NotHere("the batch grew step by step", "every step has model.global_batch_size samples"),
+    "model.deterministic_mode": Becomes("trainer.deterministic", bool),
+    "model.fsdp": TOGETHER,
+    "model.fsdp_sharding_strategy": TOGETHER,
+    "model.fsdp_grad_reduce_dtype": TOGETHER,
+    "model.fsdp_sharded_checkpoint": NoNeed("checkpoints are written by all ranks"),
     "model.fp32_residual_connection": NotHere("the residual stream was fp32", "it has the type of the weights"),
     "model.fp16_lm_cross_entropy": NotHere("the loss was computed in FP16", "it is computed in fp32"),
     # Numbers and layout
@@ -232,6 +244,7 @@ ROWS: Mapping[str, Row] = {
     **dict.fromkeys(
         ("model.optim.bucket_cap_mb", "model.optim.contiguous_grad_buffer"), NoNeed("buckets are sized here")
     ),
+    "model.optim.contiguous_param_buffer": NoNeed("buckets are sized here"),
     "model.optim.sched.name": TOGETHER,
     "model.optim.sched.warmup_steps": TOGETHER,
     "model.optim.sched.constant_steps": TOGETHER,
@@ -253,6 +266,8 @@ PREFIXES: Mapping[str, Row] = {
     "exp_manager.": NoNeed("a run writes metrics.jsonl and TensorBoard, and resumes from its own directory"),
     "model.nsys_profile": NoNeed("python -m gpt_pretrain.benchmark benchmark.profile=true profiles a run"),
     "model.tokenizer.": TOGETHER,
+    "run.": NoNeed("the launcher's"),
+    "model.ub_tp_comm_overlap_cfg": NoNeed("chosen by Transformer Engine"),
     "hydra.": NoNeed("Hydra's own"),
     "defaults": NoNeed("Hydra's own"),
 }
@@ -404,6 +419,10 @@ def _optimizer(source: Source, translation: Translation) -> None:
     for key, theirs in overlaps.items():
         overlaps_there = distributed and bool(source.get(f"model.optim.{theirs}", False))
         translation.derive(source, f"model.{key}", overlaps_there, f"model.optim.{theirs}")
+    if source.get("model.fsdp"):
+        kinds = {"full": "optim_grads_params", "hybrid": "optim_grads_params", "grad": "optim_grads"}
+        strategy = kinds.get(str(source.get("model.fsdp_sharding_strategy")), "optim_grads_params")
+        set_sharding(source, translation, strategy, "model.fsdp", "model.fsdp_sharding_strategy")
     _schedule(source, translation)
 
 

@@ -35,7 +35,7 @@ def report_lines(translation: Translation, experiment: Experiment) -> Iterator[s
         (f"equal by {'these options and ' if groups else ''}our defaults{_in_brackets(groups)}", equal),
         ("not read in this run", unread),
         ("not needed here", [f"{setting}: {why}" for setting, why in translation.not_needed]),
-        ("without counterpart", [f"{each.setting}: {each.there}; here {each.here}" for each in translation.lost]),
+        ("without counterpart", [each.text for each in translation.lost]),
         ("not known from there, and up to you", [f"{key}: {why}" for key, why in translation.up_to_you]),
         ("read with care", translation.notes),
     )

@@ -33,6 +33,8 @@ class Script:
 
     commands: list[Command] = field(default_factory=list)
     exported: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, list[str]] = field(default_factory=dict)
+    """The values of all variables at the end; those of an array are several."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -64,6 +66,7 @@ class _Reader:
         while self.at < len(self.tokens):
             self._block(active=True, until=frozenset())
             self.at += 1
+        self.script.variables = self.variables.values
         return self.script
 
     def _peek(self) -> Token | None:

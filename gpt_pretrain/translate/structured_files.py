@@ -60,20 +60,30 @@ def flat(values: Mapping[Any, Any], path: str = "") -> dict[str, Any]:
 def look_up(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values with `${a.b}` and `${.b}` replaced; what a program computes in its own way stays as it is written."""
 
-    def resolved(name: str, value: Any) -> Any:
-        for _ in range(_MOST_STEPS):
-            match = _LOOKUP.fullmatch(value) if isinstance(value, str) else None
-            if match is None:
-                break
-            dots, target = match.groups()
-            base = name.split(".")[: -len(dots)] if dots else []
-            name = ".".join([*base, target])
-            if name not in values:
-                break
-            value = values[name]
-        return value
+    def found(name: str, value: Any, steps: int) -> Any:
+        """A value of the setting `name` with what it looks up."""
+        if isinstance(value, list):
+            return [found(name, item, steps) for item in value]
+        if not isinstance(value, str) or "${" not in value or steps == 0:
+            return value
+        whole = _LOOKUP.fullmatch(value)
+        if whole is not None:
+            target = _target(name, whole)
+            return found(target, values[target], steps - 1) if target in values else value
+        return _LOOKUP.sub(lambda match: _inside(name, match, steps), value)
 
-    return {name: resolved(name, value) for name, value in values.items()}
+    def _inside(name: str, match: re.Match[str], steps: int) -> str:
+        target = _target(name, match)
+        known = found(target, values[target], steps - 1) if target in values else match[0]
+        return str(known) if isinstance(known, str | int | float) else match[0]
+
+    return {name: found(name, value, _MOST_STEPS) for name, value in values.items()}
+
+
+def _target(name: str, match: re.Match[str]) -> str:
+    """The setting that a look-up in `name` names; each dot before it goes up one section."""
+    dots, target = match.groups()
+    return ".".join([*name.split(".")[: -len(dots)], target]) if dots else target
 
 
 def with_overrides(values: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:

@@ -241,6 +241,7 @@ def _model(source: Source, translation: Translation) -> None:
         for size, value in SIZES[flavor].items():
             translation.derive(source, f"model.{size}", value, *names)
     elif translation.preset is None:
+        translation.preset = "base"
         translation.lose(", ".join(map(source.shown, names)), "the model", "no preset is the same; choose model=…")
     else:
         translation.not_needed += [(source.shown(name), f"model={translation.preset} is it") for name in names]

@@ -16,7 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.translate.shell_words import UNKNOWN
+
+ANOTHER_MODEL = "there is no such layer: the result is another model"
+"""What stands in place of a setting without which the model is not the same."""
 
 
 class Untranslatable(ValueError):
@@ -113,6 +117,16 @@ class Lost:
     there: str
     here: str
 
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model is another one without it."""
+        return self.here == ANOTHER_MODEL
+
+    @property
+    def text(self) -> str:
+        """All of it as one item of a list."""
+        return f"{self.setting}: {self.there}{'; ' if self.there else ''}here {self.here}"
+
 
 @dataclass(kw_only=True)
 class Translation:
@@ -121,7 +135,7 @@ class Translation:
     program: str
     name: str
     preset: str | None = None
-    """The preset that is the other program's model, if it only names it."""
+    """The preset that is the other program's model, if it only names it; "base", with open sizes, if none is."""
     settings: dict[str, Setting] = field(default_factory=dict)
     lost: list[Lost] = field(default_factory=list)
     not_needed: list[tuple[str, str]] = field(default_factory=list)
@@ -132,9 +146,9 @@ class Translation:
     """What could not be read, and numbers that were derived."""
 
     def set(self, key: str, value: Any, origin: str, *, given: bool = True) -> None:
-        """Sets a key of ours; the last setting counts. A value that only an environment knows is up to the user."""
+        """Sets a key of ours; the last setting counts. A value that is known elsewhere alone is up to the user."""
         texts = value if isinstance(value, list) else [value]
-        if any(isinstance(text, str) and UNKNOWN.search(text) for text in texts):
+        if any(isinstance(text, str) and (UNKNOWN.search(text) or "${" in text) for text in texts):
             self.up_to_you.append((key, origin))
         else:
             self.settings[key] = Setting(value, origin, given)
@@ -160,6 +174,9 @@ class Translation:
     def value(self, key: str, default: Any = None) -> Any:
         """The value of one of our keys so far."""
         return self.settings[key].value if key in self.settings else default
+
+
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
 def _applied(row: Becomes, value: Any) -> Any:
@@ -195,7 +212,9 @@ def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translatio
                 if row.only_given and not given:
                     continue
                 try:
-                    translation.set(row.key, _applied(row, value), source.shown(name), given=given)
+                    ours = _applied(row, value)
+                    if ours is not None or schema_keys()[row.key].optional:
+                        translation.set(row.key, ours, source.shown(name), given=given)
                 except Untranslatable as error:
                     translation.lose(source.shown(name), row.there or source.described(name), str(error))
             case NotHere() if not any(value is idle or value == idle for idle in row.idle):
@@ -205,5 +224,7 @@ def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translatio
                 translation.not_needed.append((source.shown(name), why))
             case UpToYou() if given and value is not None:
                 translation.up_to_you.append((row.key, f"{row.why} ({source.shown(name)})"))
+            case None if given and value in _NOTHING:
+                translation.not_needed.append((source.shown(name), "it asks for nothing"))
             case None if given:
                 translation.lose(source.shown(name), source.described(name), "nothing does it")
