@@ -76,6 +76,15 @@ ROWS: Mapping[str, Row] = {
     "wandb.name": TOGETHER,
     "peft": TOGETHER,
 }
+NUMBERS = (
+    "step_scheduler.max_steps",
+    "step_scheduler.num_epochs",
+    "step_scheduler.ckpt_every_steps",
+    "step_scheduler.val_every_steps",
+    "packed_sequence.packed_sequence_size",
+    "dataset.seq_length",
+    "validation_dataset.num_val_samples",
+)
 PREFIXES: Mapping[str, Row] = {
     "rng.": NoNeed("seeds are the same function of the rank in every layout"),
     "dist_env.": NoNeed("trainer.hang_timeout watches over exchanges"),

@@ -82,7 +82,9 @@ def _same(ours: Any, theirs: Any) -> bool:
 
 def _null_means(key: str, value: Mapping[str, Any]) -> Any:
     """What null stands for in a key whose value follows from others (`config.derived`)."""
-    hidden, heads = value.get("model.hidden_size"), value.get("model.num_attention_heads")
+    sizes = [value.get(f"model.{size}") for size in ("hidden_size", "num_attention_heads")]
+    # Anything else is refused when the experiment is read.
+    hidden, heads = (size if isinstance(size, int) and size > 0 else None for size in sizes)
     match key:
         case "model.ffn_hidden_size" if hidden:
             return 4 * hidden

@@ -99,7 +99,7 @@ def translate_nemo(given: Given) -> Translation:
     written = as_written(values, shown)
     values = look_up(dict(nemo.DEFAULTS if given.files else {}) | values)
     translation = Translation(program="NeMo", name=given.name)
-    source = Source(program="NeMo", values=values, given=written)
+    source = Source(program="NeMo", values=values, given=written, numbers=nemo.NUMBERS)
     translate_source(nemo.rows_of(values), nemo.derive, source, translation)
     return translation if given.files else _of_given(translation)
 
@@ -124,6 +124,7 @@ def translate_torchtitan(given: Given) -> Translation:
         program="torchtitan",
         values={**torchtitan.DEFAULTS, **values},
         given={rename.get(name, name): text for name, text in written.items()},
+        numbers=torchtitan.NUMBERS,
     )
     translate_source(torchtitan.rows_of(source.values), torchtitan.derive, source, translation)
     return translation if given.files else _of_given(translation)
@@ -134,7 +135,8 @@ def translate_automodel(given: Given) -> Translation:
     values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
     translation = Translation(program="NeMo-Automodel", name=given.name)
     _set_processes(given, translation)
-    source = Source(program="NeMo-Automodel", values=values, given=as_written(values, shown))
+    written = as_written(values, shown)
+    source = Source(program="NeMo-Automodel", values=values, given=written, numbers=automodel.NUMBERS)
     translate_source(automodel.rows_of(values), automodel.derive, source, translation)
     return translation
 

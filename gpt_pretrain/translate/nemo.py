@@ -271,6 +271,19 @@ PREFIXES: Mapping[str, Row] = {
     "hydra.": NoNeed("Hydra's own"),
     "defaults": NoNeed("Hydra's own"),
 }
+NUMBERS = (
+    "trainer.val_check_interval",
+    "trainer.limit_val_batches",
+    "trainer.gradient_clip_val",
+    "model.ffn_hidden_size",
+    "model.kv_channels",
+    "model.num_query_groups",
+    "model.make_vocab_size_divisible_by",
+    "model.override_vocab_size",
+    "model.optim.sched.warmup_steps",
+    "model.optim.sched.constant_steps",
+    "model.optim.sched.min_lr",
+)
 # NeMo's `cfg.get(name, default)`, for what a file leaves out.
 DEFAULTS: Mapping[str, Any] = {
     "model.hidden_dropout": 0.1,

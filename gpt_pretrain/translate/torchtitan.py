@@ -82,6 +82,11 @@ DEFAULTS: Mapping[str, Any] = {
     "validation.freq": 10,
     "validation.steps": -1,
 }
+NUMBERS = (
+    *(name for name, value in DEFAULTS.items() if isinstance(value, int | float) and not isinstance(value, bool)),
+    "lr_scheduler.decay_ratio",
+    "parallelism.pipeline_parallel_microbatch_size",
+)
 # Flavors that are presets here, and sizes of those that are not (torchtitan/models/llama3/__init__.py).
 PRESETS: Mapping[tuple[str, str], str] = {
     ("llama3", "8B"): "llama3_8b",

@@ -11,11 +11,11 @@ A format is a table from the other program's names to rows, and functions for wh
 Values are effective: a default of the other program counts as much as what was written, because ours may differ.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from gpt_pretrain.config.errors import show
+from gpt_pretrain.config.errors import ConfigError, reason, show
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.translate.shell_words import UNKNOWN
 
@@ -86,6 +86,8 @@ class Source:
     """Names that were given, each as it was written: "--hidden-size 4096"."""
     described: Callable[[str], str] = lambda name: ""
     """What a setting does there, for one that no table has."""
+    numbers: Collection[str] = ()
+    """Settings that have a number, or none, beside those that become numbers of ours."""
     default: Callable[[str, Any], str] = lambda name, value: f"{name}={show(value)}"
     """A default as the program would write it."""
 
@@ -195,13 +197,36 @@ def translate_source(
     source: Source,
     translation: Translation,
 ) -> None:
-    """Translates every setting by its row, or together with others; every one that was given is in a list."""
-    _apply_rows(rows, source, translation)
-    derive(source, translation)
+    """Translates every setting by its row, or together with others; every one that was given is in a list.
+
+    Raises:
+        ConfigError: A value has another kind than the other program takes.
+    """
+    if wrong := [source.shown(name) for name in source.given if _is_no_number(name, rows, source)]:
+        raise ConfigError([f"{setting} is no number, which {source.program} takes here" for setting in wrong])
+    try:
+        _apply_rows(rows, source, translation)
+        derive(source, translation)
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+        told = f"a setting has a value of another kind than {source.program} takes"
+        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
     texts = "\n".join(translation.texts())
     for name, shown in source.given.items():
         if shown not in texts:
             translation.not_needed.append((source.shown(name), "nothing reads it beside the other settings"))
+
+
+def _is_no_number(name: str, rows: Mapping[str, Row], source: Source) -> bool:
+    """Whether a setting has something else where a number belongs."""
+    row, value = rows.get(name), source.values.get(name)
+    if isinstance(row, Becomes) and row.values is None:
+        numeric = schema_keys()[row.key].kind in (int, float)
+    else:
+        numeric = name in source.numbers
+    is_known = not isinstance(value, str) or not (UNKNOWN.search(value) or "${" in value or value in ("auto", "???"))
+    return (
+        numeric and is_known and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+    )
 
 
 def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translation) -> None:
