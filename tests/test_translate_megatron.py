@@ -149,6 +149,30 @@ def test_defaults_of_megatron_lm_that_differ_are_written_down(capsys):
 
 
 @pytest.mark.parametrize(
+    ("words", "preset", "keys"),
+    [
+        # Megatron-LM's own default: the newest amax of a history of one.
+        ("--fp8-format hybrid", "delayed", {"fp8_amax_history_len": 1, "fp8_amax_compute_algo": "most_recent"}),
+        ("--fp8-format hybrid --fp8-recipe tensorwise", "tensorwise", {}),
+        ("--fp8-format e4m3 --fp8-recipe mxfp8", "mxfp8", {}),
+        ("--fp8-format hybrid --fp8-recipe blockwise", "blockwise", {"fp8_hybrid": True}),
+        (
+            "--fp8-format e4m3 --fp8-amax-history-len 32 --fp8-amax-compute-algo max",
+            "delayed",
+            {"fp8_e4m3": True, "fp8_amax_history_len": 32},
+        ),
+    ],
+)
+def test_recipes_of_fp8(capsys, words, preset, keys):
+    done = translate(capsys, *SMALL, *words.split())
+
+    assert done.code == 0, done.report
+    assert done.choices["fp8"] == preset
+    found = {key.removeprefix("model."): value for key, value in done.keys.items() if key.startswith("model.fp8")}
+    assert found == keys
+
+
+@pytest.mark.parametrize(
     ("words", "expected"),
     [
         # int(4 · 1024 · 2 / 3 / 64) · 64

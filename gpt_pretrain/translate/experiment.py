@@ -6,7 +6,7 @@ the command line finds as few keys as possible that the file insists on.
 
 import re
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -120,7 +120,9 @@ def _candidates(settings: Mapping[str, Setting], preset: str | None) -> Iterator
         yield "optimizer", [str(values["model.optim.name"])]
     yield "parallelism", ["single", "dp", "zero2", "fsdp"]
     if values.get("model.fp8"):
-        yield "fp8", [recipe.preset for recipe in RECIPES.values()]
+        wanted = values.get("model.fp8_recipe", "delayed"), values.get("model.fp8_backend", "transformer_engine")
+        named = [each.preset for each in RECIPES.values() if (each.name, each.backend.name) == wanted]
+        yield "fp8", named or [each.preset for each in RECIPES.values()]
     if "model.data.data_impl" in values:
         yield "data", [str(values["model.data.data_impl"])]
 
@@ -195,17 +197,25 @@ def _without_unread(
     translation: Translation, settings: Mapping[str, Setting]
 ) -> tuple[dict[str, Setting], dict[str, tuple[Setting, str]]]:
     """The settings that the run reads, and those that were given in vain, with why."""
+    why = _why_unread(translation, settings, settings)
+    read = {key: setting for key, setting in settings.items() if not why.get(key)}
+    # Two that are unread because of each other (a history of one pass, and its newest amax) must not both go.
+    still = _why_unread(translation, read, settings)
+    read = {key: setting for key, setting in settings.items() if not (why.get(key) and still.get(key))}
+    return read, {key: (settings[key], why[key]) for key in settings if key not in read and settings[key].given}
+
+
+def _why_unread(translation: Translation, settings: Mapping[str, Setting], keys: Iterable[str]) -> dict[str, str]:
+    """Why nothing reads a key in an experiment of these settings; empty texts for keys that are read."""
     choices = _choose(settings, translation.preset)
     base = _values_of(choices)
     # What is open must not hide what nothing reads.
     filled = {key: Setting(1, "", given=False) for key, value in base.items() if value == "???"}
     config, _ = _check(_yaml(translation, choices, filled | _differing(settings, base)), None, rules=False)
     if config is None:
-        return dict(settings), {}
+        return {}
     run = resolve(config)
-    why = {key: why_no_effect(run, key) for key in settings}
-    read = {key: setting for key, setting in settings.items() if not why[key]}
-    return read, {key: (setting, why[key]) for key, setting in settings.items() if why[key] and setting.given}
+    return {key: why_no_effect(run, key) for key in keys}
 
 
 def build_experiment(translation: Translation) -> Experiment:
