@@ -14,11 +14,12 @@ report goes to stderr. Files are read as data: nothing in them runs.
 ARGUMENT  the other program's own, which counts after the files
 
 Exit codes: 0 translated, and our own check accepts the result; 3 translated,
-and it does not, or the model is another one: the report says why; 2 a mistake in what was given; 1 a crash.
+and it does not, or the model is another one: the report says why;
+2 a mistake in what was given; 1 a crash.
 
 Examples:
     python -m gpt_pretrain.translate pretrain_llama3_8b_fp8.sh > conf/experiment/mine.yaml
-    python -m gpt_pretrain.translate --env DATA_PATH=web_text_document train.sh --lr 1e-4
+    python -m gpt_pretrain.translate --env DATA_PATH=web_text train.sh --lr 1e-4
     python -m gpt_pretrain.translate --from nemo megatron_gpt_config.yaml '++model.fp8=True'
     python -m gpt_pretrain.translate --env WORLD_SIZE=8 llama3_8b.toml --training.steps=1000
 """

@@ -7,7 +7,15 @@ from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import read_foreign_text
-from gpt_pretrain.translate import accelerate, automodel, megatron_lm, nemo, torchtitan
+from gpt_pretrain.translate import (
+    accelerate,
+    automodel,
+    megatron_lm,
+    nemo,
+    nemo_settings,
+    torchtitan,
+    torchtitan_settings,
+)
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
 from gpt_pretrain.translate.megatron_options import rows_of
 from gpt_pretrain.translate.structured_files import (
@@ -97,10 +105,10 @@ def translate_nemo(given: Given) -> Translation:
     """Translates a NeMo 1.x file with overrides, or overrides alone."""
     values, shown = with_overrides(_values(given.files[0]) if given.files else {}, given.words)
     written = as_written(values, shown)
-    values = look_up(dict(nemo.DEFAULTS if given.files else {}) | values)
+    values = look_up(dict(nemo_settings.DEFAULTS if given.files else {}) | values)
     translation = Translation(program="NeMo", name=given.name)
-    source = Source(program="NeMo", values=values, given=written, numbers=nemo.NUMBERS)
-    translate_source(nemo.rows_of(values), nemo.derive, source, translation)
+    source = Source(program="NeMo", values=values, given=written, numbers=nemo_settings.NUMBERS)
+    translate_source(nemo_settings.rows_of(values), nemo.derive, source, translation)
     return translation if given.files else _of_given(translation)
 
 
@@ -116,17 +124,17 @@ def translate_torchtitan(given: Given) -> Translation:
     """Translates a torchtitan file with options, or options alone."""
     values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
     written = as_written(values, shown)
-    rename = torchtitan.RENAMED
+    rename = torchtitan_settings.RENAMED
     values = {rename.get(name, name): value for name, value in values.items()}
     translation = Translation(program="torchtitan", name=given.name)
     _set_processes(given, translation)
     source = Source(
         program="torchtitan",
-        values={**torchtitan.DEFAULTS, **values},
+        values={**torchtitan_settings.DEFAULTS, **values},
         given={rename.get(name, name): text for name, text in written.items()},
-        numbers=torchtitan.NUMBERS,
+        numbers=torchtitan_settings.NUMBERS,
     )
-    translate_source(torchtitan.rows_of(source.values), torchtitan.derive, source, translation)
+    translate_source(torchtitan_settings.rows_of(source.values), torchtitan.derive, source, translation)
     return translation if given.files else _of_given(translation)
 
 
