@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
+from gpt_pretrain.config.foreign import foreign_options
 from gpt_pretrain.config.keys import (
     did_you_mean,
     flatten,
@@ -100,6 +101,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     except argparse.ArgumentError as error:
         raise ConfigError([f"{error}; python -m gpt_pretrain --help shows the options"]) from error
     if rest:
+        if told := foreign_options(rest):
+            raise ConfigError([told])
         known = [option for action in parser._actions for option in action.option_strings]
         raise ConfigError([_unknown_option(argument, known) for argument in rest])
     given = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(options, name)]

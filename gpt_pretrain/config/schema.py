@@ -59,7 +59,7 @@ class TrainerConfig:
     """Number of nodes, which must match what the launcher started; null: whatever it started."""
     precision: Precision = key(aliases=["bf16"], planned=True)
     """auto (bf16 on a GPU, fp32 without), fp32 or bf16."""
-    max_steps: int = key(minimum=1, largest=2**31 - 1, aliases=["train_iters"])
+    max_steps: int = key(minimum=1, largest=2**31 - 1, aliases=["train_iters", "training.steps"])
     """Optimizer steps of the whole run, including resumed parts."""
     max_time: str | None
     """Stop training after this time, "DD:HH:MM:SS" from the first step. The run then saves a checkpoint, without a
@@ -106,7 +106,7 @@ class TrainerConfig:
 class CheckpointConfig:
     """`checkpoint`: what a run saves and what it starts from."""
 
-    save_interval: int | None = key(minimum=1, aliases=["save_steps"])
+    save_interval: int | None = key(minimum=1, aliases=["save_steps", "checkpoint.interval"])
     """Steps between checkpoints; null: no saves by step."""
     save_interval_minutes: float | None = key(above=0, use="30, or null for no such saves", before=None)
     """Save when this many minutes have passed by rank 0's clock since the start or the last save. The next checkpoint

@@ -169,9 +169,9 @@ class ModelConfig:
 
     encoder_seq_length: int = key(minimum=1, largest=2**24, aliases=["seq_length", "seq_len"], identity="batch")
     """Tokens per training sample."""
-    micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size"])
+    micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size", "local_batch_size"])
     """Samples per forward pass and data-parallel rank."""
-    global_batch_size: int = key(minimum=1, largest=2**24, identity="batch")
+    global_batch_size: int = key(minimum=1, largest=2**24, aliases=["train_batch_size"], identity="batch")
     """Samples per optimizer step, over all ranks."""
     seed: int = key(minimum=0, largest=2**32 - 1)
     """Seed for weights, data order and dropout."""
