@@ -27,6 +27,7 @@ from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
 from gpt_pretrain.config.foreign import foreign_options
 from gpt_pretrain.config.keys import (
+    UNSUPPORTED,
     did_you_mean,
     flatten,
     is_known,
@@ -78,7 +79,10 @@ def _unknown_option(argument: str, known: Sequence[str]) -> str:
     """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     # Also a flag of another program: --micro-batch-size=4.
-    meant = name if is_known(name) or name in group_names() else key_named(name.replace("-", "_"))
+    plain = name.replace("-", "_").lower()
+    if plain in UNSUPPORTED:
+        return f"{argument}: there is no such option: {UNSUPPORTED[plain]}"
+    meant = name if is_known(name) or name in group_names() else key_named(plain)
     if meant is not None:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {meant}={value or '…'}"
     nearest = nearest_name(argument, known)
