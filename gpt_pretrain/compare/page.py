@@ -11,7 +11,8 @@ import hashlib
 import io
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -29,7 +30,7 @@ _WIDTH = 140
 # Of a curve: each is the mean of its neighbors, so that noise makes no band.
 _POINTS = 400
 # After Okabe and Ito: told apart by people who see fewer colors.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _AXES = {"steps": "steps", "tokens": "tokens", "gpu_seconds": "GPU-seconds"}
 _STYLE = "body { max-width: 75rem; margin: 1rem auto; padding: 0 1rem; } pre { overflow-x: auto; }"
 _SCRIPT = """
@@ -49,15 +50,21 @@ def write_page(comparison: Comparison, directory: Path) -> Path:
 
 def build_page(comparison: Comparison) -> str:
     """The page as HTML."""
+    title = f"{', '.join(figures.variant for figures in comparison.figures)}: trained side by side"
+    above = f"<p>{escape(comparison.date)}</p>\n{text_as_html(partial(print_comparison, comparison))}"
+    return html_page(title, above, build_plots(comparison), text_as_html(partial(print_details, comparison)))
+
+
+def html_page(title: str, above: str, plots: Iterable[Figure], below: str) -> str:
+    """A title, plots that have data, and HTML above and below them, which must be escaped already."""
     # Takes half a second.
     from plotly.offline import get_plotlyjs
 
-    plotly, plots = get_plotlyjs(), [plot for plot in build_plots(comparison) if plot["data"]]
+    plotly, plots, title = get_plotlyjs(), [plot for plot in plots if plot["data"]], escape(title)
     policy = (
         f"default-src 'none'; script-src '{_hash(plotly)}' '{_hash(_SCRIPT)}'; style-src 'unsafe-inline'; "
         "img-src data: blob:; base-uri 'none'; form-action 'none'"
     )
-    title = escape(f"{', '.join(figures.variant for figures in comparison.figures)}: trained side by side")
     # JSON that cannot end its script element or open an HTML comment.
     data = json.dumps(plots, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return "".join(
@@ -66,9 +73,9 @@ def build_page(comparison: Comparison) -> str:
             f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
             f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n",
-            f"<h1>{title}</h1>\n<p>{escape(comparison.date)}</p>\n{_text(comparison, print_comparison)}",
+            f"<h1>{title}</h1>\n{above}",
             *(f'<div class="plot" id="{plot["id"]}"></div>\n' for plot in plots),
-            _text(comparison, print_details),
+            below,
             f'<script type="application/json" id="data">{data}</script>\n',
             f"<script>{plotly}</script>\n<script>{_SCRIPT}</script>\n</body>\n</html>\n",
         ]
@@ -79,23 +86,25 @@ def _hash(script: str) -> str:
     return f"sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}"
 
 
-def _text(comparison: Comparison, write: Callable[[Comparison, Console], None]) -> str:
+def text_as_html(write: Callable[[Console], None]) -> str:
+    """What `write` prints, as escaped HTML."""
     console = SafeConsole(record=True, file=io.StringIO(), width=_WIDTH, highlight=False, emoji=False)
-    write(comparison, console)
+    write(console)
     return console.export_html(code_format="<pre>{code}</pre>\n", inline_styles=True)
 
 
 def build_plots(comparison: Comparison) -> Iterator[Figure]:
     """The plots, of which some may have no data: losses, and the gap along the way."""
     variants = list(dict.fromkeys(run.variant for run in comparison.runs))
-    colors = {variant: _COLORS[index % len(_COLORS)] for index, variant in enumerate(variants)}
+    colors = {variant: COLORS[index % len(COLORS)] for index, variant in enumerate(variants)}
     for kind in ("training", "validation"):
         yield _losses(comparison, kind, colors)
     gaps = [trace for answer in comparison.answers for trace in _gap(answer, colors[answer.variant])]
-    yield _plot("gap", gaps, "steps", f"loss against {comparison.baseline} (%)")
+    yield build_plot("gap", gaps, "steps", f"loss against {comparison.baseline} (%)")
 
 
-def _plot(name: str, data: Sequence[Figure], x: str, y: str) -> Figure:
+def build_plot(name: str, data: Sequence[Figure], x: str, y: str) -> Figure:
+    """A plot of traces, with the titles of its axes."""
     axes = {"xaxis": {"title": {"text": escape(x)}}, "yaxis": {"title": {"text": escape(y)}}}
     return {"id": name, "data": data, "layout": {"title": {"text": name}, **axes}}
 
@@ -132,7 +141,7 @@ def _losses(comparison: Comparison, kind: Literal["training", "validation"], col
         }
         for axis in "xy"
     ]
-    plot = _plot(kind, traces, _AXES["steps"], "loss (nats per token)")
+    plot = build_plot(kind, traces, _AXES["steps"], "loss (nats per token)")
     menus = [
         {"type": "buttons", "direction": "right", "buttons": buttons, "x": x, "y": 1.15}
         for buttons, x in ((over, 0.6), (log, 1))
