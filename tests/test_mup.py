@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 
+from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.checkpoint.state import describe_weights, differences
 from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.training.generation import inference_config, loaded_model
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import run_small
+from tests.saved_models import FAMILIES, saved_model, some_tokens
 
 # A model four times as wide as its base; TINY has width 64, two layers, four heads of 16, a rate of 3e-3.
 M = 4
@@ -180,3 +183,15 @@ def test_a_checkpoint_is_of_another_model_with_or_without_mup():
     assert "model.use_mup=true" in differences(mup, plain)
     assert "model.use_mup=false (saved with true)" in differences(plain, mup)
     assert differences(plain, plain) == differences(mup, mup) == ""
+
+
+def test_generation_computes_what_was_trained(tmp_path):
+    mup = ("model.use_mup=true", "model.mup_base_hidden_size=48", "model.mup_embedding_mult=3")
+    with saved_model(tmp_path, *FAMILIES["llama"], *mup, "model.mup_base_head_dim=7") as saved:
+        tokens = some_tokens(saved.config)
+        expected = saved.logits(tokens)
+    checkpoint = open_checkpoint(saved.path)
+    positions = torch.arange(tokens.size(1)).expand_as(tokens)
+    with loaded_model(checkpoint, inference_config(checkpoint)) as model, torch.no_grad():
+        found = model.eval()(tokens, positions, None)
+    torch.testing.assert_close(found[..., : expected.size(-1)], expected)
