@@ -25,6 +25,7 @@ PP2 = "model.pipeline_model_parallel_size=2"
 VP2 = "model.virtual_pipeline_model_parallel_size=2"
 WARMUP = "model.optim.sched.warmup_steps=20"
 MIN_LR = "model.optim.sched.min_lr=3e-5"
+MUP = "model.use_mup=true model.mup_base_hidden_size=64"
 
 RULES = [
     Refused("model.hidden_size=130"),
@@ -209,6 +210,20 @@ RULES = [
     Refused(
         "model.optim.decoupled_lr=1e-5 model.optim.sched.init_lr=1e-4",
         "model.optim.sched.init_lr=0.0001 model.optim.decoupled_lr=1e-05",
+    ),
+    Refused("model.use_mup=true", "model.use_mup=true model.mup_base_hidden_size"),
+    *(
+        Refused(f"model.mup_{setting}", f"model.mup_{setting} model.use_mup=false")
+        for setting in ("base_hidden_size=64", "embedding_mult=2", "output_mult=0.5", "base_head_dim=16")
+    ),
+    Refused("model.mup_attn_scale_power=0.5", "model.mup_attn_scale_power=0.5 model.use_mup=false"),
+    Refused(f"{MUP} model.num_moe_experts=4", "model.use_mup=true model.num_moe_experts=4"),
+    Refused(f"{MUP} model.optim.name=sgd", "model.use_mup=true model.optim.name=sgd"),
+    Refused(f"{MUP} optimizer=muon", "model.use_mup=true model.optim.muon_scale_mode=spectral"),
+    Refused(f"{MUP} model.mup_output_mult=1", "model.mup_output_mult=1.0 model.mup_base_hidden_size=64"),
+    Refused(
+        f"{MUP} model.optim.lr=2e-3 model.optim.sched.init_lr=1.5e-3",
+        "model.optim.sched.init_lr=0.0015 model.optim.lr=0.002 model.hidden_size=128 model.mup_base_hidden_size=64",
     ),
     Refused(f"trainer.max_steps=20 {WARMUP}", f"{WARMUP} trainer.max_steps=20"),
     Refused(f"model.optim.sched.decay_steps=10 {WARMUP}", f"{WARMUP} model.optim.sched.decay_steps=10"),

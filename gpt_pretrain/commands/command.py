@@ -1,6 +1,7 @@
 """What every command goes through: arguments in; messages and exit codes out.
 
-    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
+    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare,
+                        coordinate_check
     run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
     run_alone           another program's arguments: translate
 

@@ -18,7 +18,13 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.facts import key, unread_with
-from gpt_pretrain.config.schema_commands import BenchmarkConfig, CompareConfig, GateConfig, PlanConfig
+from gpt_pretrain.config.schema_commands import (
+    BenchmarkConfig,
+    CompareConfig,
+    CoordinateCheckConfig,
+    GateConfig,
+    PlanConfig,
+)
 from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, ScheduleConfig, TokenizerConfig
 from gpt_pretrain.config.schema_model import ModelConfig
 
@@ -27,6 +33,7 @@ __all__ = [
     "CheckpointConfig",
     "CompareConfig",
     "Config",
+    "CoordinateCheckConfig",
     "DataConfig",
     "GateConfig",
     "LoggingConfig",
@@ -207,3 +214,4 @@ class Config:
     plan: PlanConfig
     benchmark: BenchmarkConfig
     compare: CompareConfig
+    coordinate_check: CoordinateCheckConfig

@@ -27,6 +27,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
@@ -111,6 +112,8 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
+    if model.use_mup:
+        yield Field("mup_output_mult", output_mult(model), ("model.mup_output_mult",))
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
     yield Field("use_cpu_initialization", False)
 

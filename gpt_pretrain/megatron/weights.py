@@ -5,7 +5,7 @@ Here each weight matrix is drawn whole, from a generator seeded by (seed, its na
 part. megatron-core's sharded state dict says which: it names every local tensor, its global shape and its place in it,
 across TP, PP, interleaved chunks and tied embeddings alike. The distribution is GPT-2's: normal with `init_method_std`,
 and std / sqrt(2 · num_layers) for the two projections that write into the residual stream (Radford et al. 2019,
-section 2.3). Norms and biases keep their ones and zeros.
+section 2.3); muP scales it by width (`features.mup`). Norms and biases keep their ones and zeros.
 """
 
 import hashlib
@@ -22,6 +22,7 @@ from megatron.core.fp8_utils import is_float8tensor
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.mup import initial_std
 from gpt_pretrain.launch.patches import FIRST_VALUES, patched
 
 _RESIDUAL_PROJECTIONS = ("linear_proj.weight", "linear_fc2.weight")
@@ -47,7 +48,7 @@ def initialize_weights(chunks: Sequence[MegatronModule], model: ModelConfig) -> 
 
 def _draw(shard: ShardedTensor, model: ModelConfig) -> None:
     axes = shard.prepend_axis_num
-    std = model.init_method_std
+    std = initial_std(model, shard.key)
     if shard.key.endswith(_RESIDUAL_PROJECTIONS):
         std /= math.sqrt(2.0 * model.num_layers)
     # Leading axes count layers and the halves of a gated MLP: they belong to the name, not to the matrix.

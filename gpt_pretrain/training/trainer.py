@@ -13,7 +13,7 @@ from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
+from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, hidden_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, SourcesRecord
@@ -278,7 +278,7 @@ class Trainer:
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
         optimizer = self._trainable.optimizer
-        rates = learning_rate(optimizer), decoupled_learning_rate(optimizer)
+        rates = learning_rate(optimizer), decoupled_learning_rate(optimizer), hidden_learning_rate(optimizer)
         record = self._meter.read(result, self.progress, *rates)
         guarded = self._guard.read()
         self._log_fp8()
