@@ -51,7 +51,7 @@ def test_a_rate_transfers_with_mup_and_not_without(overrides, transfers, tmp_pat
     assert {len(steps) for steps in sizes.values()} == {11}
     assert list(sizes["32"][0]) == ["embedding", "layer 1", "layer 2", "layer 3", "logits"]
     page = (tmp_path / "coordinate_check.html").read_text()
-    assert page.count('<div class="plot"') == 4
+    assert page.count("plotly-graph-div") == 4
     assert f"run_dir={tmp_path}" in page
 
 
