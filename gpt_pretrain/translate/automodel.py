@@ -7,7 +7,7 @@ that fine-tune start from published weights, which are imported here first.
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.common import blend, set_sharding
+from gpt_pretrain.translate.common import DECAY_STYLES, blend, set_sharding
 from gpt_pretrain.translate.hugging_face import FIELDS, is_inline, preset_named
 from gpt_pretrain.translate.torchao_fp8 import set_torchao
 from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row, Source, Translation
@@ -62,7 +62,7 @@ ROWS: Mapping[str, Row] = {
     "optimizer.weight_decay": Becomes("model.optim.weight_decay", float),
     "lr_scheduler.lr_decay_style": Becomes(
         "model.optim.sched.name",
-        {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"},
+        DECAY_STYLES,
         there="the rate fell that way",
         here="by a cosine",
     ),

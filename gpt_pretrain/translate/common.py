@@ -1,10 +1,12 @@
-"""What several formats translate alike: rows of the vocabulary, sharded data parallelism, weighted paths."""
+"""What several formats translate alike: rows of the vocabulary, decays, sharded data parallelism, weighted paths."""
 
 from typing import Any
 
 from gpt_pretrain.translate.translation import Source, Translation
 
 GPT2_TOKENS = 50257
+DECAY_STYLES = {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"}
+"""`model.optim.sched.name` by megatron-core's names of decays, without those that have no counterpart."""
 
 
 def set_vocabulary_rows(

@@ -7,6 +7,7 @@ those that no row has are reported with the parser's own help.
 from collections.abc import Mapping
 from typing import Any
 
+from gpt_pretrain.translate.common import DECAY_STYLES
 from gpt_pretrain.translate.translation import ANOTHER_MODEL, TOGETHER, Becomes, NoNeed, NotHere, Row, Untranslatable
 
 
@@ -151,7 +152,7 @@ ROWS: Mapping[str, Row] = {
     "lr_warmup_init": Becomes("model.optim.sched.init_lr"),
     "lr_decay_style": Becomes(
         "model.optim.sched.name",
-        {"constant": "constant", "linear": "linear", "cosine": "cosine", "WSD": "wsd"},
+        DECAY_STYLES,
         there="the rate fell with the root of the step",
         here="it falls by a cosine",
     ),

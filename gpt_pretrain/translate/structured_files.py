@@ -138,8 +138,3 @@ def as_written(values: Mapping[str, Any], shown: Mapping[str, str]) -> dict[str,
 def has(values: Mapping[str, Any], *names: str) -> bool:
     """Whether one of the sections or settings is there."""
     return any(each == name or each.startswith(f"{name}.") for each in values for name in names)
-
-
-def is_yaml(path: Path) -> bool:
-    """Whether a file is YAML by its name."""
-    return path.suffix in (".yaml", ".yml")
