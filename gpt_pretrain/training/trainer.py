@@ -127,7 +127,7 @@ class Trainer:
             self._callbacks.start()
             if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
                 # The first save need not wait for host memory then. A run that saves only by the clock may end before.
-                with self._watchdog.busy("reserving host memory"), self._trainable.model.gathered_parameters():
+                with self._watchdog.busy("reserving host memory"), self._trainable.model.newest_parameters():
                     self._saver.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
@@ -227,7 +227,7 @@ class Trainer:
             return
         self._log_fp8()
         model, num_batches = self._trainable.model, self.config.trainer.limit_val_batches
-        with self._meter.paused(), model.gathered_parameters():
+        with self._meter.paused(), model.newest_parameters():
             began = time.monotonic()
             on_batch = partial(self._watchdog.progress, "a batch of the validation")
             loss = validate(model, self._valid_batches, num_batches, on_batch=on_batch)
@@ -286,8 +286,8 @@ class Trainer:
             spikes=tuple(self._guard.spikes),
             fp8_proofs=self._proofs.number,
         )
-        gathered = self._trainable.model.gathered_parameters()
-        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
+        newest = self._trainable.model.newest_parameters()
+        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), newest:
             self._log_saves(self._saver.wait())
             outcomes = self._saver.save(progress, by_clock=by_clock)
         self._log_saves(outcomes)
@@ -349,7 +349,7 @@ class Trainer:
     def _go_back(self, request: GoBack) -> None:
         """Restores a checkpoint, to continue with the samples after the spike."""
         self._log_fp8()
-        with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
+        with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.newest_parameters():
             restored, record = go_back(self._setup, request, self.progress)
         self.progress = restored.progress
         self._proofs.restored(restored.fp8_digests)
