@@ -232,6 +232,59 @@ RULES = {
         told="model.compile=true model.data_parallel_sharding_strategy=optim_grads",
         offers="model.compile=false | model.data_parallel_sharding_strategy=null",
     ),
+    "compiled layers with sharded weights": Refused(
+        "model.compile=true parallelism=fsdp model.overlap_param_gather=false",
+        told="model.compile=true model.data_parallel_sharding_strategy=optim_grads_params",
+        offers="model.compile=false | model.data_parallel_sharding_strategy=null",
+    ),
+    "compiled layers that wait for sharded weights": Refused(
+        "model.compile=true parallelism=fsdp",
+        told="model.compile=true model.overlap_param_gather=true",
+        offers="model.compile=false",
+    ),
+    "optimizer states shared out among groups": Refused(
+        "parallelism=hsdp2 model.outer_dp_sharding_strategy=optim model.micro_batch_size=1",
+        told="model.outer_dp_sharding_strategy=optim",
+        offers="model.outer_dp_sharding_strategy=no_shard",
+        world_size=4,
+    ),
+    "optimizer states shared out among groups that there are none of": Refused(
+        "parallelism=fsdp model.outer_dp_sharding_strategy=optim",
+        told="model.outer_dp_sharding_strategy=optim",
+        offers="model.outer_dp_sharding_strategy=no_shard",
+        legal="parallelism=fsdp model.outer_dp_sharding_strategy=no_shard",
+    ),
+    "groups of what tensor parallelism leaves": Refused(
+        "parallelism=tp2 model.use_distributed_optimizer=true model.overlap_grad_reduce=true model.micro_batch_size=1 "
+        "model.data_parallel_sharding_strategy=optim_grads_params model.num_distributed_optimizer_instances=4",
+        told="model.num_distributed_optimizer_instances=4",
+        offers="model.num_distributed_optimizer_instances=1,2",
+        world_size=4,
+    ),
+    "more groups than ranks": Refused(
+        "parallelism=hsdp2",
+        told="model.num_distributed_optimizer_instances=2",
+        offers="model.num_distributed_optimizer_instances=1",
+        world_size=1,
+    ),
+    "groups of a plain data-parallel run": Refused(
+        "model.num_distributed_optimizer_instances=2",
+        told="model.num_distributed_optimizer_instances=2 model.data_parallel_sharding_strategy",
+        offers="model.num_distributed_optimizer_instances=1",
+        world_size=4,
+    ),
+    "CUDA graphs of sharded weights": Refused(
+        "parallelism=fsdp model.cuda_graph_impl=local model.hidden_dropout=0",
+        told="model.cuda_graph_impl=local model.overlap_grad_reduce=true",
+        offers="model.cuda_graph_impl=none",
+        legal="parallelism=fsdp",
+    ),
+    "sharded weights of SGD": Refused(
+        "parallelism=fsdp model.optim.name=sgd",
+        told="model.optim.name=sgd model.use_distributed_optimizer=true",
+        offers="model.optim.name=adam | model.use_distributed_optimizer=false model.overlap_param_gather=false "
+        "model.data_parallel_sharding_strategy=null",
+    ),
     "sharded gradients of SGD": Refused(
         "parallelism=zero2 model.optim.name=sgd",
         told="model.optim.name=sgd model.use_distributed_optimizer=true",
