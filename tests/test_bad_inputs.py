@@ -36,6 +36,27 @@ BAD_INPUTS = {
     "infinite": (["model.optim.lr=inf"], [("model.optim.lr=inf ", "finite")]),
     "not a boolean": (["model.bias=2"], [("model.bias=2 ", "true", "false")]),
     "a recipe for the switch": (["model.fp8=delayed"], [("model.fp8='delayed' ", "use fp8=delayed")]),
+    "Megatron's word for whole gradients": (
+        ["model.data_parallel_sharding_strategy=no_shard"],
+        [("model.data_parallel_sharding_strategy='no_shard' ", "optim_grads, optim_grads_params or null", "use null")],
+    ),
+    "Megatron's word for a distributed optimizer": (
+        ["model.data_parallel_sharding_strategy=optim"],
+        [("model.data_parallel_sharding_strategy='optim' ", "use parallelism=dp")],
+    ),
+    "a strategy that there is none of": (
+        ["model.data_parallel_sharding_strategy=params"],
+        [("model.data_parallel_sharding_strategy='params' ", "optim_grads_params?")],
+    ),
+    "a word for a number of groups": (
+        ["model.num_distributed_optimizer_instances=two"],
+        [("model.num_distributed_optimizer_instances='two' ", "integer")],
+    ),
+    "others' names of sharded runs": (["parallelism=zero3"], [("parallelism=zero3:", "use parallelism=fsdp;")]),
+    "a sharded run without a number of groups": (
+        ["parallelism=hsdp"],
+        [("parallelism=hsdp:", "use parallelism=hsdp2", "model.num_distributed_optimizer_instances")],
+    ),
     "not a list": (["model.optim.betas=0.9"], [("model.optim.betas=0.9 ", "model.optim.betas=[…]", "number")]),
     "outside a choice": (
         ["trainer.precision=bf16-mixed"],

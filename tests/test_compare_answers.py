@@ -216,7 +216,8 @@ def test_the_same_file_may_lie_elsewhere():
 # Keys of the model that change how it is trained, not what a loss means.
 MAY_DIFFER = re.compile(
     r"model\.(seed|micro_batch_size|fp8\w*|\w*_in_bf16|first_last_layers_bf16|\w*parallel\w*|overlap_\w+|\w*_overlap"
-    r"|use_distributed_optimizer|num_distributed_optimizer_instances|ddp_bucket_size|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
+    r"|use_distributed_optimizer|num_distributed_optimizer_instances|outer_dp_sharding_strategy|ddp_bucket_size"
+    r"|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
     r"|use_flash_attention|fused_single_qkv_rope|features|compile|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
     r"|data\.(cache_dir|num_\w+)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
     r"|init_method_std|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"

@@ -112,6 +112,35 @@ RULES = [
     Refused("parallelism=dp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
     Refused(f"{LEAN} model.optim.exp_avg_sq_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp8 4"),
     Refused(
+        Refused(
+            "model.compile=true parallelism=fsdp model.overlap_param_gather=false",
+            "model.compile=true model.data_parallel_sharding_strategy=optim_grads_params",
+        ),
+        Refused("model.compile=true parallelism=fsdp", "model.compile=true model.overlap_param_gather=true"),
+        Refused(
+            "parallelism=hsdp2 model.outer_dp_sharding_strategy=optim model.micro_batch_size=1",
+            "model.outer_dp_sharding_strategy=optim",
+            world_size=4,
+        ),
+        Refused("parallelism=fsdp model.outer_dp_sharding_strategy=optim", "model.outer_dp_sharding_strategy=optim"),
+        Refused(
+            "parallelism=tp2 model.use_distributed_optimizer=true model.overlap_grad_reduce=true model.micro_batch_size=1 "
+            "model.data_parallel_sharding_strategy=optim_grads_params model.num_distributed_optimizer_instances=4",
+            "model.num_distributed_optimizer_instances=4",
+            world_size=4,
+        ),
+        Refused("parallelism=hsdp2", "model.num_distributed_optimizer_instances=2", world_size=1),
+        Refused(
+            "model.num_distributed_optimizer_instances=2",
+            "model.num_distributed_optimizer_instances=2 model.data_parallel_sharding_strategy",
+            world_size=4,
+        ),
+        Refused(
+            "parallelism=fsdp model.cuda_graph_impl=local model.hidden_dropout=0",
+            "model.cuda_graph_impl=local model.overlap_grad_reduce=true",
+            legal="parallelism=fsdp",
+        ),
+        Refused("parallelism=fsdp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
         f"{LEAN} model.optim.exp_avg_sq_dtype=bf16 model.optim.betas=[0.9,0.999]",
         "model.optim.exp_avg_sq_dtype=bf16 model.optim.betas 0.999 0.001 2^-8 0.99609375",
     ),

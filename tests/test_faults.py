@@ -166,10 +166,11 @@ def check_against_uncut(parent, cache_dir, folder, num_kills, *, num_ranks=1, ov
     return killed
 
 
-# Ranks and keys, with the number of kills in CI, 20 in all, and of those that take minutes, 200.
+# Ranks and keys, with the number of kills in CI, 24 in all, and of those that take minutes, 240.
 VICTIMS = {
     "alone": (1, [], 10, 80),
     "one of two ranks": (2, ["parallelism=dp"], 4, 40),
+    "one of two ranks with sharded weights": (2, ["parallelism=fsdp"], 4, 40),
     # Each life's server of processes imports torch, which takes longer than the life.
     "with data-loading processes": (1, ["model.data.num_workers=1"], 2, 40),
     "with saves that the loop waits for": (1, ["checkpoint.async_save=false"], 4, 40),

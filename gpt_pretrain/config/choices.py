@@ -105,6 +105,13 @@ class ShardingStrategy(Enum):
     optim_grads_params = "optim_grads_params"
 
 
+class OuterSharding(Enum):
+    """What groups of ranks that each share a model out (HSDP) share with each other, by megatron-core's names."""
+
+    no_shard = "no_shard"
+    optim = "optim"
+
+
 class RecomputeGranularity(Enum):
     """What is recomputed in the backward pass instead of kept: core attention alone, or whole layers."""
 

@@ -49,7 +49,21 @@ UNSUPPORTED_VALUES = {
     **{("model.fp8", recipe.name): f"use fp8={recipe.preset}" for recipe in reversed([*RECIPES.values()])},
     ("model.fp8", "hybrid"): "use model.fp8=true model.fp8_hybrid=true",
     ("model.fp8", "e4m3"): "use model.fp8=true model.fp8_e4m3=true",
+    # megatron-core's and torch's names.
+    ("model.data_parallel_sharding_strategy", "no_shard"): "use null",
+    ("model.data_parallel_sharding_strategy", "optim"): "use parallelism=dp, which shards optimizer states alone",
     ("trainer.precision", "fp8"): "use fp8=delayed, tensorwise or blockwise",
+}
+
+# The same for the options of a group.
+UNSUPPORTED_OPTIONS = {
+    ("fp8", "hybrid"): "use fp8=delayed or tensorwise, whose format is hybrid",
+    ("fp8", "e4m3"): "use fp8=delayed with model.fp8_e4m3=true, or fp8=blockwise",
+    ("fp8", "true"): "use fp8=delayed, tensorwise, blockwise or mxfp8",
+    ("fp8", "false"): "use fp8=none",
+    ("parallelism", "zero1"): "use parallelism=dp",
+    ("parallelism", "zero3"): "use parallelism=fsdp",
+    ("parallelism", "hsdp"): "use parallelism=hsdp2 with model.num_distributed_optimizer_instances=…",
 }
 
 

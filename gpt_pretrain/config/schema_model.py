@@ -17,6 +17,7 @@ from gpt_pretrain.config.choices import (
     MoeLoadBalancing,
     MoeTokenDispatcher,
     Normalization,
+    OuterSharding,
     PositionEmbedding,
     RecomputeGranularity,
     RecomputeMethod,
@@ -199,6 +200,11 @@ class ModelConfig:
     )
     """HSDP: groups of data-parallel ranks; ranks of a group share what data_parallel_sharding_strategy says, and the
     groups hold the same and reduce gradients with each other once a step."""
+    outer_dp_sharding_strategy: OuterSharding = key(
+        before=OuterSharding.no_shard, core=["DistributedDataParallelConfig"]
+    )
+    """HSDP: what the groups share out among each other. no_shard: nothing, each has all optimizer states; optim is
+    refused."""
     overlap_grad_reduce: bool = key(planned=True, core=["DistributedDataParallelConfig"])
     """Overlap the reduction of gradients with the backward pass."""
     overlap_param_gather: bool = key(planned=True, core=["DistributedDataParallelConfig", "OptimizerConfig"])

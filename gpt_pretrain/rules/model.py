@@ -6,7 +6,13 @@ divisions of widths, heads and sequences.
 
 from collections.abc import Iterator
 
-from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, PositionEmbedding, RecomputeGranularity
+from gpt_pretrain.config.choices import (
+    Activation,
+    CrossEntropyFusion,
+    OuterSharding,
+    PositionEmbedding,
+    RecomputeGranularity,
+)
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     model_parallel_size,
@@ -170,6 +176,12 @@ def gradients(model: ModelConfig) -> Iterator[str]:
         yield (
             f"{instances} needs model.data_parallel_sharding_strategy; use optim_grads or optim_grads_params, or "
             "model.num_distributed_optimizer_instances=1"
+        )
+    if model.outer_dp_sharding_strategy is OuterSharding.optim:
+        yield (
+            "model.outer_dp_sharding_strategy=optim would make groups of ranks gather weights from each other after "
+            "each update, which they are there to spare; use model.outer_dp_sharding_strategy=no_shard, with fewer "
+            "groups if states need room"
         )
 
 

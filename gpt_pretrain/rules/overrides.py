@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import (
+    UNSUPPORTED_OPTIONS,
     did_you_mean,
     flatten,
     is_known,
@@ -105,9 +106,10 @@ def _group_problems(override: Override, loader: Loader) -> Iterator[str]:
             if isinstance(option, list):
                 yield f"{line}: a run has one option of {group}; write {group}=OPTION"
             elif str(option) not in options:
-                nearest = did_you_mean(nearest_name(str(option), options))
+                instead = UNSUPPORTED_OPTIONS.get((group, str(option).lower()))
+                nearest = did_you_mean(nearest_name(str(option), options)) if instead is None else f"; {instead}"
                 known = f"; known: {', '.join(options)}" if options else ""
-                own = _OF_EXTENSIONS.get(group)
+                own = _OF_EXTENSIONS.get(group) if instead is None else None
                 way = "" if own is None else f"; an extension's is chosen with {own}={option}"
                 yield f"{line}: {group} has no option {show(option)}{nearest}{known}{way}"
 
