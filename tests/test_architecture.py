@@ -47,6 +47,8 @@ KNOWS = {
     "compare": {"config", "launch", "rules", "report", "benchmark"},
     # Asks the machine what the packages above would; only the command of the doctor imports the doctor.
     "doctor": {"config", "launch", "rules", "run", "features", "megatron", "plan", "training"},
+    # Writes experiments from other programs' configurations, and checks them as a command line is.
+    "translate": {"config", "launch", "rules", "run"},
 }
 # What all commands share.
 KNOWS["commands"] = {"config", "launch", "rules", "megatron"}

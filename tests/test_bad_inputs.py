@@ -69,6 +69,16 @@ BAD_INPUTS = {
         ["--micro-batch-size=4"],
         [("--micro-batch-size=4:", "model.micro_batch_size=4")],
     ),
+    "Megatron-LM's samples": (["--train-samples", "1000"], [("--train-samples:", "trainer.max_steps")]),
+    "Megatron-LM's activation": (["--swiglu"], [("--swiglu:", "model.activation=swiglu")]),
+    "Megatron-LM's command line": (
+        ["--num-layers", "32", "--hidden-size=4096", "--swiglu", "--disable-bias-linear", "--bf16", "--lr", "3e-4"],
+        [("--num-layers, --hidden-size, --swiglu and 3 more are Megatron-LM's", "python -m gpt_pretrain.translate ")],
+    ),
+    "torchtitan's command line": (
+        ["--training.steps=10", "--training.local_batch_size", "2", "--parallelism.tensor_parallel_degree=2"],
+        [("--training.local_batch_size", "torchtitan's", "python -m gpt_pretrain.translate --from torchtitan ")],
+    ),
     "Megatron-LM's length": (["--seq-length=64"], [("--seq-length=64:", "model.encoder_seq_length=64")]),
     "value for a section": (["logging=3"], [("logging=3:", "default, wandb")]),
     "several values": (["model.seed=1,2"], [("model.seed=1,2 ", "-m")]),

@@ -9,8 +9,8 @@ from tests.launching import run_ranks
 
 @pytest.fixture
 def run_dir(tmp_path):
-    for step in (10, 20):
-        publish(tmp_path / "run" / "checkpoints", step)
+    for step, loss in ((10, 3.25), (20, None)):
+        publish(tmp_path / "run" / "checkpoints", step, validation_loss=loss)
     return tmp_path / "run"
 
 
@@ -19,11 +19,11 @@ def test_the_list_has_a_row_for_each_checkpoint(run_dir, capsys, below):
     (run_dir / "checkpoints" / ".step_00000030.unfinished").mkdir()
     assert main(["list", str(run_dir / below)]) == 0
     header, first, second, left = capsys.readouterr().out.splitlines()
-    assert header.split() == ["step", "saved", "size", "fp8"]
+    assert header.split() == ["step", "saved", "size", "fp8", "validation"]
     assert "10 " in first
     assert "182 B" in first
     assert "tensorwise, weights in FP8" in first
-    assert "latest" not in first
+    assert first.rstrip().endswith(" 3.2500")
     assert second.rstrip().endswith("latest")
     assert left == ".step_00000030.unfinished: a save that did not end; the next one removes it"
 

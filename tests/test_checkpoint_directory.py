@@ -53,6 +53,15 @@ def test_retention_keeps_the_last_and_those_of_chosen_steps(tmp_path, keep_last,
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", *(f"step_{step:08d}" for step in kept)]
 
 
+def test_the_best_checkpoint_stays_until_a_better_one_is_complete(tmp_path):
+    retention = Retention(keep_last=1, keep_every=None, keep_best=True)
+    stay = []
+    for step, loss in ((10, 3.0), (20, 2.0), (30, None), (40, 2.5), (50, 2.0), (60, 1.9), (70, 4.0)):
+        publish(tmp_path, step, retention, saved_at=1000.0 + step, validation_loss=loss)
+        stay.append(steps(tmp_path))
+    assert stay == [[10], [20], [20, 30], [20, 40], [20, 50], [60], [60, 70]]
+
+
 def test_a_run_that_went_back_keeps_its_new_checkpoints_and_not_those_it_gave_up(tmp_path):
     for step in (10, 20, 30):
         publish(tmp_path, step, saved_at=1000.0 + step)

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from gpt_pretrain.checkpoint.directory import latest_checkpoint
+from gpt_pretrain.checkpoint.directory import checkpoint_path, complete_checkpoints, latest_checkpoint, step_of
 from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.features.resolve import detect_platform
@@ -99,6 +99,23 @@ def test_old_checkpoints_go_as_configured(start, tmp_path):
     start("checkpoint.keep_last=1", "checkpoint.keep_every=4")
     names = sorted(path.name for path in (tmp_path / "run" / "checkpoints").iterdir())
     assert names == ["latest", "step_00000004", "step_00000006"]
+
+
+def test_a_run_keeps_the_checkpoint_with_the_lowest_validation_loss(start, tmp_path):
+    """Of random tokens, those that were trained on say nothing about others: the loss only rises."""
+    start(
+        "checkpoint.keep_last=1",
+        "checkpoint.keep_best=true",
+        "trainer.val_check_interval=2",
+        "trainer.limit_val_batches=1",
+        "model.optim.lr=1e-2",
+        "model.optim.sched.warmup_steps=0",
+    )
+    directory = tmp_path / "run" / "checkpoints"
+    losses = {record.step: record.loss for record in load_metrics(tmp_path / "run").validation}
+    assert losses[2] < min(losses[4], losses[6])
+    assert [step_of(path) for path in complete_checkpoints(directory)] == [2, 6]
+    assert read_manifest(checkpoint_path(directory, 2)).validation_loss == losses[2]
 
 
 def test_a_run_that_is_shorter_than_the_interval_saves_as_without_it(start, tmp_path):

@@ -278,3 +278,12 @@ def test_a_command_where_it_cannot_start_says_how_to(options, place, told):
     assert (done.returncode, done.stdout) == (2, "")
     assert line.startswith("error: ")
     assert all(words in line for words in told), line
+
+
+def test_help_of_translate_names_its_options_and_formats():
+    done = run_ranks(1, ["-m", "gpt_pretrain.translate", "-h"])
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("gpt_pretrain.translate: ")
+    for word in ("--from", "--env", "megatron-lm", "nemo", "torchtitan", "automodel", "accelerate"):
+        assert word in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 100

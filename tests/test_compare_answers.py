@@ -219,8 +219,8 @@ MAY_DIFFER = re.compile(
     r"|use_distributed_optimizer|num_distributed_optimizer_instances|outer_dp_sharding_strategy|ddp_bucket_size"
     r"|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
     r"|use_flash_attention|fused_single_qkv_rope|features|compile|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
-    r"|data\.(cache_dir|num_\w+)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
-    r"|init_method_std|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
+    r"|data\.(cache_dir|num_\w+|max_epochs)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
+    r"|init_method_std|z_loss_coeff|use_mup|mup_\w+|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
 )
 
 

@@ -63,6 +63,7 @@ def my_conf(tmp_path):
         ("train", "plan.num_gpus", ["plan", "benchmark"]),
         ("plan", "benchmark.rounds", ["benchmark"]),
         ("compare", "plan.num_gpus", ["plan", "benchmark"]),
+        ("train", "coordinate_check.steps", ["coordinate_check"]),
     ],
 )
 def test_a_key_that_only_other_commands_read_is_refused(command, key, readers):
@@ -316,6 +317,7 @@ def test_config_path_replaces_conf(my_conf):
         "plan",
         "benchmark",
         "compare",
+        "coordinate_check",
     )
     assert_names(found, *sections)
 

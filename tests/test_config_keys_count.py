@@ -25,7 +25,11 @@ from tests.forked_runs import fork_ranks
 from tests.platforms import CPU, H200, spec_of
 from tests.runs import small_run_arguments
 
-KEYS = {path: key for path, key in schema_keys().items() if not path.startswith(("plan.", "benchmark.", "compare."))}
+KEYS = {
+    path: key
+    for path, key in schema_keys().items()
+    if not path.startswith(("plan.", "benchmark.", "compare.", "coordinate_check."))
+}
 QUICK = ("trainer.max_steps=4", "model.num_layers=2")
 # Runs on a CPU that are trained and recorded: every key is changed.
 TRAINED = {
@@ -47,6 +51,7 @@ TRAINED = {
     "Muon": ("optimizer=muon",),
     "warmup, stable, decay": ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=2"),
     "experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64"),
+    "muP": ("model.use_mup=true", "model.mup_base_hidden_size=64"),
     "random tokens": ("data=mock",),
 }
 # Runs on H200s that are translated alone: the keys of the model are changed.

@@ -25,6 +25,7 @@ PP2 = "model.pipeline_model_parallel_size=2"
 VP2 = "model.virtual_pipeline_model_parallel_size=2"
 WARMUP = "model.optim.sched.warmup_steps=20"
 MIN_LR = "model.optim.sched.min_lr=3e-5"
+MUP = "model.use_mup=true model.mup_base_hidden_size=64"
 
 RULES = [
     Refused("model.hidden_size=130"),
@@ -112,35 +113,35 @@ RULES = [
     Refused("parallelism=dp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
     Refused(f"{LEAN} model.optim.exp_avg_sq_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp8 4"),
     Refused(
-        Refused(
-            "model.compile=true parallelism=fsdp model.overlap_param_gather=false",
-            "model.compile=true model.data_parallel_sharding_strategy=optim_grads_params",
-        ),
-        Refused("model.compile=true parallelism=fsdp", "model.compile=true model.overlap_param_gather=true"),
-        Refused(
-            "parallelism=hsdp2 model.outer_dp_sharding_strategy=optim model.micro_batch_size=1",
-            "model.outer_dp_sharding_strategy=optim",
-            world_size=4,
-        ),
-        Refused("parallelism=fsdp model.outer_dp_sharding_strategy=optim", "model.outer_dp_sharding_strategy=optim"),
-        Refused(
-            "parallelism=tp2 model.use_distributed_optimizer=true model.overlap_grad_reduce=true model.micro_batch_size=1 "
-            "model.data_parallel_sharding_strategy=optim_grads_params model.num_distributed_optimizer_instances=4",
-            "model.num_distributed_optimizer_instances=4",
-            world_size=4,
-        ),
-        Refused("parallelism=hsdp2", "model.num_distributed_optimizer_instances=2", world_size=1),
-        Refused(
-            "model.num_distributed_optimizer_instances=2",
-            "model.num_distributed_optimizer_instances=2 model.data_parallel_sharding_strategy",
-            world_size=4,
-        ),
-        Refused(
-            "parallelism=fsdp model.cuda_graph_impl=local model.hidden_dropout=0",
-            "model.cuda_graph_impl=local model.overlap_grad_reduce=true",
-            legal="parallelism=fsdp",
-        ),
-        Refused("parallelism=fsdp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
+        "model.compile=true parallelism=fsdp model.overlap_param_gather=false",
+        "model.compile=true model.data_parallel_sharding_strategy=optim_grads_params",
+    ),
+    Refused("model.compile=true parallelism=fsdp", "model.compile=true model.overlap_param_gather=true"),
+    Refused(
+        "parallelism=hsdp2 model.outer_dp_sharding_strategy=optim model.micro_batch_size=1",
+        "model.outer_dp_sharding_strategy=optim",
+        world_size=4,
+    ),
+    Refused("parallelism=fsdp model.outer_dp_sharding_strategy=optim", "model.outer_dp_sharding_strategy=optim"),
+    Refused(
+        "parallelism=tp2 model.use_distributed_optimizer=true model.overlap_grad_reduce=true model.micro_batch_size=1 "
+        "model.data_parallel_sharding_strategy=optim_grads_params model.num_distributed_optimizer_instances=4",
+        "model.num_distributed_optimizer_instances=4",
+        world_size=4,
+    ),
+    Refused("parallelism=hsdp2", "model.num_distributed_optimizer_instances=2", world_size=1),
+    Refused(
+        "model.num_distributed_optimizer_instances=2",
+        "model.num_distributed_optimizer_instances=2 model.data_parallel_sharding_strategy",
+        world_size=4,
+    ),
+    Refused(
+        "parallelism=fsdp model.cuda_graph_impl=local model.hidden_dropout=0",
+        "model.cuda_graph_impl=local model.overlap_grad_reduce=true",
+        legal="parallelism=fsdp",
+    ),
+    Refused("parallelism=fsdp model.optim.name=sgd", "model.optim.name=sgd model.use_distributed_optimizer=true"),
+    Refused(
         f"{LEAN} model.optim.exp_avg_sq_dtype=bf16 model.optim.betas=[0.9,0.999]",
         "model.optim.exp_avg_sq_dtype=bf16 model.optim.betas 0.999 0.001 2^-8 0.99609375",
     ),
@@ -172,6 +173,21 @@ RULES = [
         "model.bias_activation_fusion=true model.activation=gelu",
     ),
     Refused("model.bias_activation_fusion=true model.activation=squared_relu"),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.save_interval=250",
+        "checkpoint.keep_best=true checkpoint.keep_last=null",
+        legal="checkpoint.keep_best=true checkpoint.save_interval=250 checkpoint.keep_last=1",
+    ),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.keep_last=1 checkpoint.save_interval=250 trainer.limit_val_batches=0 "
+        "trainer.val_check_interval=null",
+        "checkpoint.keep_best=true trainer.val_check_interval=null",
+        legal="checkpoint.keep_best=true checkpoint.save_interval=250 checkpoint.keep_last=1",
+    ),
+    Refused(
+        "checkpoint.keep_best=true checkpoint.keep_last=1 checkpoint.save_interval=70",
+        "checkpoint.keep_best=true checkpoint.save_interval=70 trainer.val_check_interval=250",
+    ),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_loss_fusion=false"),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_fusion_impl=native"),
     Refused(
@@ -194,6 +210,20 @@ RULES = [
     Refused(
         "model.optim.decoupled_lr=1e-5 model.optim.sched.init_lr=1e-4",
         "model.optim.sched.init_lr=0.0001 model.optim.decoupled_lr=1e-05",
+    ),
+    Refused("model.use_mup=true", "model.use_mup=true model.mup_base_hidden_size"),
+    *(
+        Refused(f"model.mup_{setting}", f"model.mup_{setting} model.use_mup=false")
+        for setting in ("base_hidden_size=64", "embedding_mult=2", "output_mult=0.5", "base_head_dim=16")
+    ),
+    Refused("model.mup_attn_scale_power=0.5", "model.mup_attn_scale_power=0.5 model.use_mup=false"),
+    Refused(f"{MUP} model.num_moe_experts=4", "model.use_mup=true model.num_moe_experts=4"),
+    Refused(f"{MUP} model.optim.name=sgd", "model.use_mup=true model.optim.name=sgd"),
+    Refused(f"{MUP} optimizer=muon", "model.use_mup=true model.optim.muon_scale_mode=spectral"),
+    Refused(f"{MUP} model.mup_output_mult=1", "model.mup_output_mult=1.0 model.mup_base_hidden_size=64"),
+    Refused(
+        f"{MUP} model.optim.lr=2e-3 model.optim.sched.init_lr=1.5e-3",
+        "model.optim.sched.init_lr=0.0015 model.optim.lr=0.002 model.hidden_size=128 model.mup_base_hidden_size=64",
     ),
     Refused(f"trainer.max_steps=20 {WARMUP}", f"{WARMUP} trainer.max_steps=20"),
     Refused(f"model.optim.sched.decay_steps=10 {WARMUP}", f"{WARMUP} model.optim.sched.decay_steps=10"),

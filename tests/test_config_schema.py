@@ -170,6 +170,10 @@ def test_values_of_other_codes_are_answered_with_a_way_out(path, value):
     ("wrong", "meant"),
     [
         ("model.hiden_size", "model.hidden_size"),
+        ("training.steps", "trainer.max_steps"),
+        ("train_batch_size", "model.global_batch_size"),
+        ("training.local_batch_size", "model.micro_batch_size"),
+        ("checkpoint.interval", "checkpoint.save_interval"),
         ("modle.fp8", "model.fp8"),
         ("optim.lr", "model.optim.lr"),
         ("model.lr", "model.optim.lr"),

@@ -145,6 +145,25 @@ def test_the_first_token_of_a_document_can_be_left_out_of_the_loss(tmp_path):
     assert masked > 10
 
 
+def test_the_ends_of_documents_can_be_left_out_of_the_loss(tmp_path):
+    (tmp_path / "x.jsonl").write_text('{"text": "some words"}\n' * 400)
+    text = f"model.data.text_files=[{tmp_path}/x.jsonl]"
+    for overrides in ([], ["model.data.eod_mask_loss=true"]):
+        train, _ = build(
+            tmp_path,
+            text,
+            "model.tokenizer.vocab_size=270",
+            "model.data.eod_mask_labels=true",
+            *overrides,
+            data="data=text",
+        )
+        sample = pickle.loads(pickle.dumps(train))[3]
+        left_out = sample["labels"] == 0
+        left_out |= (sample["tokens"] == 0) if overrides else False
+        assert left_out.sum() > 2
+        assert torch.equal(sample["loss_mask"], (~left_out).float())
+
+
 def test_random_tokens_are_the_same_for_the_same_seed_index_and_split(tmp_path):
     train, valid = build(tmp_path, data="data=mock", num_train=50)
     again, _ = build(tmp_path, data="data=mock", num_train=50)

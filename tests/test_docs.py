@@ -15,6 +15,7 @@ from gpt_pretrain.compare.__main__ import FinishedRuns
 from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.compare.training import compare_problems
 from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.coordinate_check import coordinate_check_problems
 from gpt_pretrain.report.records import RECORD_KINDS
 from tests.browser import CHROMIUM, MISSING, open_browser
 from tests.test_architecture import KNOWS, PACKAGE
@@ -25,7 +26,8 @@ TEXT = {path.name: path.read_text() for path in MANUAL}
 ALL_TEXT = "\n".join(TEXT.values())
 # Programs that take a run's command line.
 PROGRAM = re.compile(
-    r"(?:-m gpt_pretrain(?:\.(?:plan|benchmark|compare|prepare_data))?|/(?:fp8_gpt|prepare_data)\.sbatch)(?=\s|$)"
+    r"(?:-m gpt_pretrain(?:\.(?:plan|benchmark|compare|coordinate_check|prepare_data))?"
+    r"|/(?:fp8_gpt|prepare_data)\.sbatch)(?=\s|$)"
 )
 # Of a sweep the first run; Hydra's own keys are not a run's.
 NOT_OF_A_RUN = ("-", "$", '"$', "hydra")
@@ -71,6 +73,8 @@ def test_every_command_of_the_documents_passes_the_rules(start, overrides, broke
     config = compose_config(*overrides)
     if re.search(r"gpt_pretrain\.compare(\s|$)", start):
         assert [*compare_problems(config)] == []
+    if re.search(r"gpt_pretrain\.coordinate_check(\s|$)", start):
+        assert [*coordinate_check_problems(config)] == []
 
 
 def test_every_command_of_the_documents_was_found():
@@ -101,7 +105,8 @@ def test_every_choice_of_the_documents_exists():
 
 def test_every_key_of_the_documents_exists():
     sections = {key.rpartition(".")[0] for key in schema_keys()}
-    pattern = r"(?<![\w./-])((?:model|trainer|checkpoint|logging|sample|plan|benchmark|compare)(?:\.\w+)+)\b(?![.(])"
+    roots = "model|trainer|checkpoint|logging|sample|plan|benchmark|compare|coordinate_check"
+    pattern = rf"(?<![\w./-])((?:{roots})(?:\.\w+)+)\b(?![.(])"
     named = {key for key in re.findall(pattern, ALL_TEXT) if not key.endswith((".md", ".py", ".json", ".html"))}
 
     assert "trainer.max_steps" in named

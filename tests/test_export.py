@@ -68,6 +68,36 @@ def test_transformers_computes_the_same_logits(family, tmp_path):
         torch.testing.assert_close(model(tokens).logits, ours, atol=TOLERANCE, rtol=0.0)
 
 
+@pytest.mark.parametrize(
+    "family",
+    ["gpt2", "gpt2, exact gelu, untied", "llama", "llama, tied, biases everywhere, wide heads", "qwen3", "phi3"],
+)
+def test_multipliers_of_mup_move_into_weights(family, tmp_path):
+    """`transformers` knows none of them: each is another than 1, and none a power of two."""
+    families = {
+        **FAMILIES,
+        "qwen3": ("model=qwen3_8b", *FAMILIES["llama"][1:]),
+        "phi3": ("model=phi4", *FAMILIES["llama"][1:], "model.kv_channels=null"),
+    }
+    mup = ("use_mup=true", "mup_base_hidden_size=48", "mup_embedding_mult=3", "mup_base_head_dim=7")
+    with saved_model(tmp_path, *families[family], *(f"model.{setting}" for setting in mup)) as saved:
+        export(f"checkpoint={saved.path}", f"out={tmp_path / 'hf'}")
+        tokens = some_tokens(saved.config)
+        ours = saved.logits(tokens)
+    assert ours.std() > 0.5, "logits this flat would agree whatever the model computes"
+    torch.testing.assert_close(logits_of(tmp_path / "hf", tokens), ours, atol=TOLERANCE, rtol=0.0)
+
+
+def test_checkpoints_with_and_without_mup_have_no_mean(tmp_path, capsys):
+    paths = []
+    for number, mup in enumerate([(), ("model.use_mup=true", "model.mup_base_hidden_size=32")]):
+        save_model(tmp_path / str(number), *FAMILIES["llama"], *mup)
+        paths.append(tmp_path / str(number) / "checkpoints" / "step_00000001")
+    for first, other in (paths, paths[::-1]):
+        assert main([f"checkpoint={first}", f"average=[{other}]", f"out={tmp_path / 'hf'}"]) == 2
+        assert "model.use_mup" in capsys.readouterr().err
+
+
 @pytest.fixture(scope="module")
 def exported_by_one_process(tmp_path_factory):
     """The weights that a seed gives, whatever the layout, as they are exported."""

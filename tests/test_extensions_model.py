@@ -173,6 +173,11 @@ def test_validation_stays_cross_entropy(tmp_path):
         (LAYER.format(body="pass", returned="layer"), [*GATED, "model.compile=true"], ["model.layer=gated"]),
         (
             LAYER.format(body="pass", returned="layer"),
+            [*GATED, "model.use_mup=true", "model.mup_base_hidden_size=16"],
+            ["model.use_mup=true", "model.layer=gated"],
+        ),
+        (
+            LAYER.format(body="pass", returned="layer"),
             [*GATED, "model.cuda_graph_impl=local"],
             ["model.cuda_graph_impl=local", "model.layer=gated"],
         ),

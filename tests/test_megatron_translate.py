@@ -43,6 +43,7 @@ OVERLAP = "model.overlap_param_gather=true"
 EXPERTS = "model.num_moe_experts=8"
 DISTRIBUTED, BF16 = "model.use_distributed_optimizer=true", "trainer.precision=bf16"
 LEAN = "model.optim.use_precision_aware_optimizer=true"
+MUP = ("model.use_mup=true", "model.mup_base_hidden_size=1024")
 FP8, TENSORWISE, KEPT = "model.fp8=true", "model.fp8_recipe=tensorwise", "model.first_last_layers_bf16=true"
 
 
@@ -100,6 +101,31 @@ ROWS = [
     Row(override="model.num_query_groups=4", transformer={"num_query_groups": 4}),
     Row(override="model.num_query_groups=null", transformer={"num_query_groups": 32}),
     Row(override="model.kv_channels=64", transformer={"kv_channels": 64}),
+    Row(
+        override="model.use_mup=true",
+        context=("model.mup_base_hidden_size=1024",),
+        transformer={
+            "use_mup": True,
+            "mup_base_hidden_size": 1024,
+            "mup_width_mult": 4.0,
+            "mup_output_mult": 0.25,
+            "softmax_scale": 1 / 128,
+            "init_method": normal(0.01),
+            "output_layer_init_method": normal(0.01 / 8),
+        },
+    ),
+    Row(override="model.mup_embedding_mult=10", context=MUP, transformer={"mup_embedding_mult": 10.0}),
+    Row(override="model.mup_output_mult=0.5", context=MUP, transformer={"mup_output_mult": 0.5}),
+    Row(
+        override="model.mup_base_head_dim=64",
+        context=MUP,
+        transformer={"mup_base_head_dim": 64.0, "softmax_scale": 8 / 128},
+    ),
+    Row(
+        override="model.mup_attn_scale_power=0.5",
+        context=MUP,
+        transformer={"mup_attn_scale_power": 0.5, "softmax_scale": 1 / 128**0.5},
+    ),
     Row(override="model.normalization=layernorm", transformer={"normalization": "LayerNorm"}),
     Row(override="model.layernorm_epsilon=1e-6", transformer={"layernorm_epsilon": 1e-6}),
     Row(override="model.activation=gelu", transformer={"activation_func": F.gelu, "gated_linear_unit": False}),
@@ -236,6 +262,7 @@ ROWS = [
         transformer={"recompute_num_layers": 2},
     ),
     Row(override="model.data.eod_mask_loss=true", transformer={"calculate_per_token_loss": True}),
+    Row(override="model.data.eod_mask_labels=true", transformer={"calculate_per_token_loss": True}),
     Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
     Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
     Row(
@@ -447,6 +474,7 @@ ELSEWHERE = {
     "megatron/own_model.py": ("model.layer", "model.loss"),
     "features/of_extensions.py": ("model.features",),
     "megatron/gpt.py": (
+        "model.z_loss_coeff",
         "model.max_position_embeddings",
         "model.position_embedding_type",
         "model.rotary_percentage",

@@ -67,6 +67,7 @@ def build_bare_step(spec: RunSpec) -> Callable[[], None]:
         "overlap_moe_expert_parallel_comm": False,
         "data_parallel_sharding_strategy": None,
         "data.inter_document_masking": False,
+        "use_mup": False,
     }
     problems = [
         f"the bare loop cannot run model.{name}={show(value)}; use {show(without)}, or leave `bare` out of "

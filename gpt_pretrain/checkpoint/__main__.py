@@ -61,8 +61,8 @@ def show_list(path: Path) -> None:
     """Prints a run's checkpoints as a table, in the order in which they were saved."""
     directory = find_directory(path)
     table = Table(box=None, padding=(0, 2), pad_edge=False, header_style="dim")
-    for name in ("step", "saved", "size", "fp8"):
-        table.add_column(name, justify="right" if name in ("step", "size") else "left", no_wrap=True)
+    for name in ("step", "saved", "size", "fp8", "validation"):
+        table.add_column(name, justify="right" if name in ("step", "size", "validation") else "left", no_wrap=True)
     table.add_column("", overflow="fold")
     newest = latest_checkpoint(directory)
     for checkpoint in complete_checkpoints(directory):
@@ -72,10 +72,11 @@ def show_list(path: Path) -> None:
             fp8 = _fp8(manifest.config["model"])
         except (UserError, LookupError, TypeError) as error:
             why = str(error) if isinstance(error, UserError) else f"{MANIFEST} describes no run ({reason(error)})"
-            table.add_row(str(step_of(checkpoint)), "", "", "", Text(why, style="bold red"))
+            table.add_row(str(step_of(checkpoint)), "", "", "", "", Text(why, style="bold red"))
             continue
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.time_unix))
-        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), fp8, mark)
+        loss = "" if manifest.validation_loss is None else f"{manifest.validation_loss:.4f}"
+        table.add_row(str(manifest.step), saved, format_bytes(manifest.num_bytes), fp8, loss, mark)
     # A pipe has no width: whole lines, for grep and awk.
     console = console_of_width(200)
     console.print(table)

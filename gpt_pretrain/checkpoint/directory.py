@@ -172,16 +172,29 @@ class Retention:
     """How many of those saved last stay; None: all."""
     keep_every: int | None
     """Checkpoints stay forever if it divides their step; None: none does."""
+    keep_best: bool = False
+    """The one with the lowest validation loss stays until another has a lower one."""
 
     def superseded(self, complete: list[Path]) -> list[Path]:
         """Which of all checkpoints, in the order in which they were saved, go; never the last."""
         if self.keep_last is None:
             return []
-        return [path for path in complete[: -self.keep_last] if not self.keeps_forever(path)]
+        best = best_checkpoint(complete) if self.keep_best else None
+        return [path for path in complete[: -self.keep_last] if path != best and not self.keeps_forever(path)]
 
     def keeps_forever(self, path: Path) -> bool:
         """Whether `keep_every` keeps a checkpoint."""
         return self.keep_every is not None and step_of(path) % self.keep_every == 0
+
+
+def best_checkpoint(paths: Sequence[Path]) -> Path | None:
+    """The one that was saved with the lowest validation loss, the first of equals; None if none was validated."""
+    losses = {
+        path: manifest.validation_loss
+        for path in paths
+        if (manifest := _manifest_of(path)) is not None and manifest.validation_loss is not None
+    }
+    return min(losses, key=losses.__getitem__, default=None)
 
 
 KEEP_ALL = Retention(keep_last=None, keep_every=None)

@@ -69,6 +69,8 @@ class TrainingProgress(JsonObject):
     """Which checkpoints `checkpoint.resume=PATH` has named on the way here (`directory.name_in`)."""
     earlier_lengths: tuple[tuple[int, int], ...] = ()
     """What was consumed before model.encoder_seq_length changed: numbers of samples, and the value for each."""
+    validation_loss: float | None = None
+    """Of a validation after this very step; None: there was none, or its loss is not finite."""
     sources: Mapping[str, ConsumedSource] | None = None
     """What was read of each source, by its name; None if an earlier version has saved it."""
 

@@ -175,7 +175,11 @@ class CheckpointSaver:
         self._place = Place.of(directory)
         self._trainable = trainable
         self._config = config.checkpoint
-        self._retention = Retention(keep_last=config.checkpoint.keep_last, keep_every=config.checkpoint.keep_every)
+        self._retention = Retention(
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            keep_best=config.checkpoint.keep_best,
+        )
         # A checkpoint by the clock only guards against a crash before the next one. The disk need not hold them all,
         # and they must not displace those of `save_interval`, which a rewind may need.
         self._has_stopgaps = config.checkpoint.keep_last is None or config.checkpoint.save_interval is not None

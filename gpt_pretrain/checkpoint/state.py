@@ -72,10 +72,21 @@ _ARCHITECTURE_KEYS = (
     "qk_layernorm",
     "share_embeddings_and_output_weights",
 )
+# A model with muP also has these.
+_MUP_KEYS = (
+    "use_mup",
+    "mup_base_hidden_size",
+    "mup_embedding_mult",
+    "mup_output_mult",
+    "mup_base_head_dim",
+    "mup_attn_scale_power",
+)
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
 _LAYER = "model.layer"
+# What keys mean in a model that does not state them, if the other one does.
+_UNSTATED = {_LAYER: LayerName.gpt.name, "model.use_mup": "false"}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -156,6 +167,8 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
     if model.num_moe_experts is not None:
         described |= _described(model, _EXPERT_ARCHITECTURE_KEYS)
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
+    if model.use_mup:
+        described |= _described(model, _MUP_KEYS)
     if model.layer is not LayerName.gpt:
         # Checkpoints from before there was a choice do not name it.
         described[_LAYER] = model.layer.name
@@ -200,8 +213,7 @@ def differences(current: Mapping[str, str], saved: Mapping[str, str]) -> str:
     The saved values may be older than some keys (`_BEFORE`).
     """
     saved = {**_BEFORE, **saved}
-    if _LAYER in saved:
-        current = {_LAYER: LayerName.gpt.name, **current}
+    current = {**{key: value for key, value in _UNSTATED.items() if key in saved}, **current}
     return ", ".join(
         f"{key}={value} (saved {f'with {saved[key]}' if key in saved else 'without it'})"
         for key, value in current.items()

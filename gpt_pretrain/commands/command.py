@@ -1,7 +1,9 @@
 """What every command goes through: arguments in; messages and exit codes out.
 
-    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare
+    run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare,
+                        coordinate_check
     run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
+    run_alone           another program's arguments: translate
 
 A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring, which ends
 with a section of examples, is its `--help`. A user's mistake ends it with `error: …` lines instead of a traceback. Exit
@@ -189,6 +191,21 @@ def run_with_arguments[Arguments](
         prepare_libraries()
         with ended_by_signals():
             return command(chosen)
+
+    return _run(read_and_run, ALONE)
+
+
+def run_alone(doc: str, command: Callable[[Sequence[str]], int | None], arguments: Sequence[str] | None) -> int:
+    """Runs a command that reads its arguments itself, or prints `doc` for `--help`, and returns the exit code."""
+    given = sys.argv[1:] if arguments is None else arguments
+
+    def read_and_run(_: Launch) -> int | None:
+        if {"-h", "--help"} & set(given[:1]):
+            sys.stdout.write(doc)
+            return None
+        prepare_libraries()
+        with ended_by_signals():
+            return command(given)
 
     return _run(read_and_run, ALONE)
 

@@ -25,7 +25,9 @@ from omegaconf.errors import OmegaConfBaseException
 from gpt_pretrain.commands.arguments import print_help
 from gpt_pretrain.config.errors import ConfigError, UserError, written
 from gpt_pretrain.config.files import find_conf_dir, group_names
+from gpt_pretrain.config.foreign import foreign_options
 from gpt_pretrain.config.keys import (
+    UNSUPPORTED,
     did_you_mean,
     flatten,
     is_known,
@@ -77,7 +79,10 @@ def _unknown_option(argument: str, known: Sequence[str]) -> str:
     """The message about an unknown option, which may be a group or a key after dashes, or a typo."""
     name, _, value = argument.lstrip("-").partition("=")
     # Also a flag of another program: --micro-batch-size=4.
-    meant = name if is_known(name) or name in group_names() else key_named(name.replace("-", "_"))
+    plain = name.replace("-", "_").lower()
+    if plain in UNSUPPORTED:
+        return f"{argument}: there is no such option: {UNSUPPORTED[plain]}"
+    meant = name if is_known(name) or name in group_names() else key_named(plain)
     if meant is not None:
         return f"{argument}: there is no such option; groups and keys stand without dashes: {meant}={value or '…'}"
     nearest = nearest_name(argument, known)
@@ -100,6 +105,8 @@ def parse_command_line(arguments: Sequence[str]) -> Request:
     except argparse.ArgumentError as error:
         raise ConfigError([f"{error}; python -m gpt_pretrain --help shows the options"]) from error
     if rest:
+        if told := foreign_options(rest):
+            raise ConfigError([told])
         known = [option for action in parser._actions for option in action.option_strings]
         raise ConfigError([_unknown_option(argument, known) for argument in rest])
     given = [f"--{name.replace('_', '-')}" for name in _COMMANDS if getattr(options, name)]

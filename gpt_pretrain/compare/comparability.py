@@ -17,7 +17,8 @@ _PATHS = frozenset(
 )
 SEED = "model.seed"
 # These change neither losses nor times.
-_PLACES = ("run_dir", "name", "benchmark.", "plan.", "compare.", "sample.", "logging.", "model.data.cache_dir")
+_COMMANDS = ("benchmark.", "plan.", "compare.", "coordinate_check.")
+_PLACES = ("run_dir", "name", *_COMMANDS, "sample.", "logging.", "model.data.cache_dir")
 
 
 @cache

@@ -7,7 +7,8 @@ All text from runs and logs is escaped. A Content Security Policy lets the brows
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ _WIDTH = 140
 # Of a curve: each is the mean of its neighbors, so that noise makes no band.
 _POINTS = 400
 # After Okabe and Ito: told apart by people who see fewer colors.
-_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _AXES = {"steps": "steps", "tokens": "tokens", "gpu_seconds": "GPU-seconds"}
 _STYLE = "body { max-width: 75rem; margin: 1rem auto; padding: 0 1rem; } pre { overflow-x: auto; }"
 _POLICY = (
@@ -45,13 +46,19 @@ def write_page(comparison: Comparison, directory: Path) -> Path:
 
 def build_page(comparison: Comparison) -> str:
     """The page as HTML."""
+    title = f"{', '.join(figures.variant for figures in comparison.figures)}: trained side by side"
+    above = f"<p>{escape(comparison.date)}</p>\n{text_as_html(partial(print_comparison, comparison))}"
+    return html_page(title, above, build_plots(comparison), text_as_html(partial(print_details, comparison)))
+
+
+def html_page(title: str, above: str, plots: Iterable[tuple[str, Figure]], below: str) -> str:
+    """A title, plots by name, without those that have no data, and HTML above and below, which is escaped already."""
     # Takes half a second.
     from plotly.io import to_html
 
-    title = escape(f"{', '.join(figures.variant for figures in comparison.figures)}: trained side by side")
-    figures = {name: figure for name, figure in build_plots(comparison) if figure["data"]}
+    title, figures = escape(title), {name: figure for name, figure in plots if figure["data"]}
     # The first plot brings plotly.js.
-    plots = [
+    drawn = [
         to_html(figure, _CONFIG, include_plotlyjs=not index, full_html=False, div_id=name, validate=False)
         for index, (name, figure) in enumerate(figures.items())
     ]
@@ -60,32 +67,33 @@ def build_page(comparison: Comparison) -> str:
             '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n',
             f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">\n',
             '<meta name="viewport" content="width=device-width, initial-scale=1">\n',
-            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n",
-            f"<h1>{title}</h1>\n<p>{escape(comparison.date)}</p>\n{_text(comparison, print_comparison)}",
-            *plots,
-            _text(comparison, print_details),
+            f"<title>{title}</title>\n<style>{_STYLE}</style>\n</head>\n<body>\n<h1>{title}</h1>\n{above}",
+            *drawn,
+            below,
             "</body>\n</html>\n",
         ]
     )
 
 
-def _text(comparison: Comparison, write: Callable[[Comparison, Console], None]) -> str:
+def text_as_html(write: Callable[[Console], None]) -> str:
+    """What `write` prints, as escaped HTML."""
     console = SafeConsole(record=True, file=io.StringIO(), width=_WIDTH, highlight=False, emoji=False)
-    write(comparison, console)
+    write(console)
     return console.export_html(code_format="<pre>{code}</pre>\n", inline_styles=True)
 
 
 def build_plots(comparison: Comparison) -> Iterator[tuple[str, Figure]]:
     """The plots by name, of which some may have no data: losses, and the gap along the way."""
     variants = list(dict.fromkeys(run.variant for run in comparison.runs))
-    colors = {variant: _COLORS[index % len(_COLORS)] for index, variant in enumerate(variants)}
+    colors = {variant: COLORS[index % len(COLORS)] for index, variant in enumerate(variants)}
     for kind in ("training", "validation"):
         yield kind, _losses(comparison, kind, colors)
     gaps = [trace for answer in comparison.answers for trace in _gap(answer, colors[answer.variant])]
-    yield "gap", _plot("gap", gaps, "steps", f"loss against {comparison.baseline} (%)")
+    yield "gap", build_plot("gap", gaps, "steps", f"loss against {comparison.baseline} (%)")
 
 
-def _plot(name: str, data: Sequence[Figure], x: str, y: str) -> Figure:
+def build_plot(name: str, data: Sequence[Figure], x: str, y: str) -> Figure:
+    """A plot of traces, with its name as title and those of its axes."""
     axes = {"xaxis": {"title": {"text": escape(x)}}, "yaxis": {"title": {"text": escape(y)}}}
     return {"data": data, "layout": {"title": {"text": name}, **axes}}
 
@@ -122,7 +130,7 @@ def _losses(comparison: Comparison, kind: Literal["training", "validation"], col
         }
         for axis in "xy"
     ]
-    plot = _plot(kind, traces, _AXES["steps"], "loss (nats per token)")
+    plot = build_plot(kind, traces, _AXES["steps"], "loss (nats per token)")
     menus = [
         {"type": "buttons", "direction": "right", "buttons": buttons, "x": x, "y": 1.15}
         for buttons, x in ((over, 0.6), (log, 1))

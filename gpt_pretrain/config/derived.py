@@ -18,6 +18,11 @@ def data_parallel_size(model: ModelConfig, world_size: int) -> int:
     return world_size // model_parallel_size(model)
 
 
+def masks_tokens(model: ModelConfig) -> bool:
+    """Whether the loss leaves tokens out, so that microbatches may count different numbers of them."""
+    return model.data.eod_mask_loss or model.data.eod_mask_labels
+
+
 def num_microbatches(model: ModelConfig, world_size: int) -> int:
     """Forward-backward passes of each data-parallel rank per optimizer step."""
     return model.global_batch_size // (model.micro_batch_size * data_parallel_size(model, world_size))

@@ -77,7 +77,7 @@ class Facts:
     for its field of the key's name. They keep megatron-core's defaults where nothing reads the key."""
     aliases: Sequence[str] = ()
     """Its names in NeMo, Megatron-LM, Hugging Face's Trainer and configurations, and torchtitan, as the last part of an
-    unknown key. The closest spelling finds most other names."""
+    unknown key, or as the whole of it if they have a dot. The closest spelling finds most other names."""
     identity: Identity | None = None
     """What two runs must share for their losses to be comparable, if the key is a part of it."""
     planned: bool = False

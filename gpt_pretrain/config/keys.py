@@ -24,6 +24,7 @@ TYPE_NAMES = {int: "integer", float: "number", bool: "true or false", str: "stri
 
 # Settings of other programs without a key here: why, and what to do instead.
 UNSUPPORTED = {
+    "runs": "finished runs are compared with python -m gpt_pretrain.compare runs=[…]; leave it out",
     "fp8_format": (
         "use model.fp8=true with model.fp8_hybrid=true (E4M3 forward, E5M2 for gradients), or with model.fp8_e4m3=true "
         "(E4M3 in both)"
@@ -37,9 +38,19 @@ UNSUPPORTED = {
         "with it, Transformer Engine 2.12 computes attention in FP8, which neither plan nor proof covers; leave it "
         "out, or use model.fp8_dot_product_attention=true"
     ),
+    "grad_reduce_in_bf16": "use model.grad_reduce_in_fp32=false",
+    "train_samples": (
+        "training counts steps: use trainer.max_steps, with the samples divided by model.global_batch_size"
+    ),
+    "swiglu": "use model.activation=swiglu",
+    "disable_bias_linear": "use model.bias=false",
+    "untie_embeddings_and_output_weights": "use model.share_embeddings_and_output_weights=false",
     "nccl_ub": (
         "megatron-core 0.19 sets NCCL_NVLS_ENABLE=1 for it, which turns NVLink multicast on where the host forbids it, "
         "and continues without registered buffers where NCCL refuses them; leave it out"
+    ),
+    "precompute_float8_dynamic_scale_for_fsdp": (
+        "model.fp8_params=true computes the scales of all weights at once after each update; leave it out"
     ),
 }
 
@@ -204,6 +215,8 @@ def flatten(value: typing.Any, path: str = "") -> Iterator[tuple[str, typing.Any
 
 def key_named(path: str) -> str | None:
     """The key with the same last part in another section, or with that name in other programs; None if none."""
+    if "." in path and path.lower() in aliases():
+        return aliases()[path.lower()]
     leaf = path.rpartition(".")[2]
     elsewhere = [known for known in schema_keys() if known.rpartition(".")[2] == leaf]
     if elsewhere:

@@ -18,7 +18,13 @@ from gpt_pretrain.config.choices import (
     TokenizerLibrary,
 )
 from gpt_pretrain.config.facts import key, unread_with
-from gpt_pretrain.config.schema_commands import BenchmarkConfig, CompareConfig, GateConfig, PlanConfig
+from gpt_pretrain.config.schema_commands import (
+    BenchmarkConfig,
+    CompareConfig,
+    CoordinateCheckConfig,
+    GateConfig,
+    PlanConfig,
+)
 from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, ScheduleConfig, TokenizerConfig
 from gpt_pretrain.config.schema_model import ModelConfig
 
@@ -27,6 +33,7 @@ __all__ = [
     "CheckpointConfig",
     "CompareConfig",
     "Config",
+    "CoordinateCheckConfig",
     "DataConfig",
     "GateConfig",
     "LoggingConfig",
@@ -59,7 +66,7 @@ class TrainerConfig:
     """Number of nodes, which must match what the launcher started; null: whatever it started."""
     precision: Precision = key(aliases=["bf16"], planned=True)
     """auto (bf16 on a GPU, fp32 without), fp32 or bf16."""
-    max_steps: int = key(minimum=1, largest=2**31 - 1, aliases=["train_iters"])
+    max_steps: int = key(minimum=1, largest=2**31 - 1, aliases=["train_iters", "training.steps"])
     """Optimizer steps of the whole run, including resumed parts."""
     max_time: str | None
     """Stop training after this time, "DD:HH:MM:SS" from the first step. The run then saves a checkpoint, without a
@@ -106,7 +113,7 @@ class TrainerConfig:
 class CheckpointConfig:
     """`checkpoint`: what a run saves and what it starts from."""
 
-    save_interval: int | None = key(minimum=1, aliases=["save_steps"])
+    save_interval: int | None = key(minimum=1, aliases=["save_steps", "checkpoint.interval"])
     """Steps between checkpoints; null: no saves by step."""
     save_interval_minutes: float | None = key(above=0, use="30, or null for no such saves", before=None)
     """Save when this many minutes have passed by rank 0's clock since the start or the last save. The next checkpoint
@@ -120,6 +127,8 @@ class CheckpointConfig:
     except those of save_interval_minutes."""
     keep_every: int | None = key(minimum=1)
     """Never delete checkpoints whose step is a multiple of this, whatever keep_last says; null: none."""
+    keep_best: bool = key(before=False)
+    """Keep the checkpoint with the lowest validation loss, too, until one with a lower loss is complete."""
     on_save_error: OnSaveError
     """If a checkpoint cannot be written (disk full, not writable): stop with exit code 1, or continue and try again at
     the next interval. If the last checkpoint of a run fails, the exit code is always 1."""
@@ -205,3 +214,4 @@ class Config:
     plan: PlanConfig
     benchmark: BenchmarkConfig
     compare: CompareConfig
+    coordinate_check: CoordinateCheckConfig

@@ -1,4 +1,4 @@
-"""The keys that only commands beside training read: `plan`, `benchmark` and `compare`."""
+"""The keys that only commands beside training read: `plan`, `benchmark`, `compare` and `coordinate_check`."""
 
 from dataclasses import dataclass
 
@@ -59,3 +59,13 @@ class CompareConfig(GateConfig):
     ("fp8=delayed model.fp8_params=true")."""
     seeds: int = key(minimum=1, before=1)
     """Runs of each variant, with model.seed and the numbers after it. One shows no noise."""
+
+
+@dataclass(kw_only=True, slots=True)
+class CoordinateCheckConfig:
+    """`coordinate_check`: what `python -m gpt_pretrain.coordinate_check` trains; training does not read it."""
+
+    widths: list[int] = key(before=[])
+    """Values of model.hidden_size to train at."""
+    steps: int = key(minimum=5, largest=2**20, before=10)
+    """Steps at the peak rate. Logits depend on the width before they have learned anything."""

@@ -130,6 +130,8 @@ class DataConfig:
     eod_mask_loss: bool = key(identity="data")
     """Exclude the first token of each document, which nothing before it predicts, from the loss, as Megatron-LM does;
     the end-of-document token counts."""
+    eod_mask_labels: bool = key(before=False, identity="data")
+    """Exclude end-of-document tokens themselves from the loss: the model does not learn where documents end."""
     inter_document_masking: bool = key(
         before=False,
         identity="data",

@@ -41,6 +41,10 @@ _WITHOUT_OVERLAPPED_REDUCTION = unread_with(
     _OVERLAP, False, instead=f"null, or {_OVERLAP}=true (parallelism=dp has it so)"
 )
 _WITH_OWN_LOSS = read_with("model.loss", LossName.cross_entropy)
+_BASE_WITHOUT_MUP = unread_with("model.use_mup", False, instead="model.use_mup=true, or {key}={idle}")
+_WITHOUT_MUP = unread_with(
+    "model.use_mup", False, instead="{key}={idle}, or model.use_mup with model.mup_base_hidden_size"
+)
 _LOSS = "model.cross_entropy_loss_fusion"
 _WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
 
@@ -49,6 +53,7 @@ _expert_core_key = partial(key, unread=[_WITHOUT_EXPERTS], core=["TransformerCon
 _expert_key = partial(key, unread=[_WITHOUT_EXPERTS])
 _fp8_key = partial(key, planned=True, unread=[_WITHOUT_FP8])
 _layout_key = partial(key, planned=True, core=["TransformerConfig"])
+_mup_key = partial(key, unread=[_WITHOUT_MUP], core=["TransformerConfig"])
 _shape_key = partial(key, identity="model", core=["TransformerConfig"])
 
 
@@ -128,6 +133,21 @@ class ModelConfig:
     """The LM head reuses the embedding matrix (tied embeddings)."""
     init_method_std: float = key(above=0, use="0.02 or another", core=["TransformerConfig"])
     """Standard deviation of the initial weights; projections into the residual stream use std/sqrt(2·num_layers)."""
+    use_mup: bool = key(before=False, core=["TransformerConfig"])
+    """muP: `optim.lr`, found at width `mup_base_hidden_size`, serves `hidden_size`. See docs/train.md."""
+    mup_base_hidden_size: int | None = key(
+        minimum=1, largest=2**20, before=None, unread=[_BASE_WITHOUT_MUP], core=["TransformerConfig"]
+    )
+    """hidden_size of the model that hyperparameters were tuned on; required with use_mup, null without."""
+    mup_embedding_mult: float = _mup_key(above=0, use="1.0 or another", before=1.0)
+    """What embeddings are multiplied by, the same at all widths."""
+    mup_output_mult: float | None = key(above=0, use="0.25 or another, or null", before=None, unread=[_WITHOUT_MUP])
+    """What logits are multiplied by; null: mup_base_hidden_size / hidden_size."""
+    mup_base_head_dim: float | None = _mup_key(above=0, use="64 or another, or null", before=None)
+    """Attention's scale is √mup_base_head_dim / kv_channels^mup_attn_scale_power: with the base's kv_channels the base
+    has the usual 1 / √kv_channels. null: 1."""
+    mup_attn_scale_power: float = _mup_key(above=0, maximum=1, before=1.0)
+    """Power of kv_channels in attention's scale: 1 is muP's, 0.5 the usual one."""
     hidden_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
     """Dropout probability after attention, MLP and embedding."""
     attention_dropout: float = key(minimum=0, below=1, core=["TransformerConfig"])
@@ -169,9 +189,9 @@ class ModelConfig:
 
     encoder_seq_length: int = key(minimum=1, largest=2**24, aliases=["seq_length", "seq_len"], identity="batch")
     """Tokens per training sample."""
-    micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size"])
+    micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size", "local_batch_size"])
     """Samples per forward pass and data-parallel rank."""
-    global_batch_size: int = key(minimum=1, largest=2**24, identity="batch")
+    global_batch_size: int = key(minimum=1, largest=2**24, aliases=["train_batch_size"], identity="batch")
     """Samples per optimizer step, over all ranks."""
     seed: int = key(minimum=0, largest=2**32 - 1)
     """Seed for weights, data order and dropout."""

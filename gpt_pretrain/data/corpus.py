@@ -119,10 +119,11 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         UserError: The data, or what the configuration says of it, cannot be trained on.
     """
     model, data = config.model, config.model.data
-    if data.eod_mask_loss and model.tokenizer.library is TokenizerLibrary.none:
+    asked = next((name for name in ("eod_mask_loss", "eod_mask_labels") if getattr(data, name)), None)
+    if asked is not None and model.tokenizer.library is TokenizerLibrary.none:
         raise UserError(
-            "model.data.eod_mask_loss=true needs the end-of-document token of a tokenizer: "
-            "model.tokenizer.library=file model.tokenizer.model=PATH, or eod_mask_loss=false"
+            f"model.data.{asked}=true needs the end-of-document token of a tokenizer: "
+            f"model.tokenizer.library=file model.tokenizer.model=PATH, or {asked}=false"
         )
     if data.data_impl is DataImpl.mock:
         key = fingerprint(["mock", model.vocab_size])

@@ -88,8 +88,18 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
     plain pickling would copy gigabytes into each process.
     """
 
-    def __init__(self, mixture: Mixture, num_samples: int, index: Path, stem: str, config: GPTDatasetConfig) -> None:
+    def __init__(
+        self,
+        mixture: Mixture,
+        num_samples: int,
+        index: Path,
+        stem: str,
+        config: GPTDatasetConfig,
+        *,
+        masked_label: int | None,
+    ) -> None:
         self.mixture = mixture
+        self._masked_label = masked_label
         self._index = index
         self.num_samples = num_samples
         self._length = config.sequence_length
@@ -131,6 +141,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
             sample = self._files[file][number]
         except _NO_INDEX as error:
             raise _no_index(self._index, error) from error
+        if self._masked_label is not None:
+            sample["loss_mask"][sample["labels"] == self._masked_label] = 0.0
         return {field: sample[field] for field in FIELDS}
 
     def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
@@ -236,7 +248,11 @@ def build_datasets(
                     (index / _COMPLETE).touch()
         if is_parallel:
             torch.distributed.barrier()
-        opened = [TokenDataset(mixture, num, index, stem, core) for stem, (mixture, num) in wanted.items()]
+        masked_label = corpus.tokenizer.eod if corpus.tokenizer is not None and model.data.eod_mask_labels else None
+        opened = [
+            TokenDataset(mixture, num, index, stem, core, masked_label=masked_label)
+            for stem, (mixture, num) in wanted.items()
+        ]
     return opened[0], opened[1] if num_valid_samples else None
 
 

@@ -11,6 +11,7 @@ from gpt_pretrain.features.feature import Feature, FusedKernel
 from gpt_pretrain.features.flash_attention import FlashAttention
 from gpt_pretrain.features.fp8_attention import Fp8Attention
 from gpt_pretrain.features.moe_permute import MoePermute
+from gpt_pretrain.features.mup import Mup
 from gpt_pretrain.features.of_extensions import extension_features
 from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.features.sharded_gradients import ShardedGradients, ShardedWeights
@@ -30,6 +31,7 @@ _OWN: tuple[Feature, ...] = (
     SmallStates(),
     ShardedGradients(),
     ShardedWeights(),
+    Mup(),
 )
 LIBRARIES: tuple[Library, ...] = tuple(feature.library for feature in _OWN if feature.library is not None)
 

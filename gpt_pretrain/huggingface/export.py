@@ -22,10 +22,12 @@ from typing import Any
 import torch
 
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, SavedModel, open_checkpoint
+from gpt_pretrain.checkpoint.state import describe_weights
 from gpt_pretrain.config.errors import UserError, counted, visible
 from gpt_pretrain.config.files import new_directory
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
+from gpt_pretrain.features.mup import without_multipliers
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
 from gpt_pretrain.huggingface.tensors import differences, tensor_rules
 from gpt_pretrain.launch.run_dir import nearest_existing
@@ -101,6 +103,7 @@ def export_hf(
                 # One after another, so that two are in memory.
                 values = sum((each.read(rule.key, rule.layer).double() for each in read[1:]), values.double())
                 values = (values / len(read)).float()
+            values = without_multipliers(model, rule.key, values)
             yield from zip(rule.names, rule.conversion.to_hf(values), strict=True)
 
     with out_directory(out) as directory:
@@ -132,7 +135,8 @@ def check_average(saved: Sequence[SavedModel]) -> None:
     """Raises a UserError unless checkpoints are different ones of the same model and tokenizer."""
     first, *others = saved
     paths = [each.path.resolve() for each in saved]
-    of_model = [path for path, key in schema_keys().items() if key.facts.identity == "model"]
+    by_schema = [path for path, key in schema_keys().items() if key.facts.identity == "model"]
+    of_model = sorted({*by_schema}.union(*(describe_weights(each.config.model) for each in saved)))
     for each in others:
         if paths.count(each.path.resolve()) > 1:
             raise UserError(f"average=[…]: {each.path} is named twice, or is the checkpoint itself; name others")

@@ -20,12 +20,14 @@ from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
+    masks_tokens,
     min_lr,
     moe_ffn_hidden_size,
     num_query_groups,
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.run_spec import RunSpec
@@ -110,6 +112,8 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
+    if model.use_mup:
+        yield Field("mup_output_mult", output_mult(model), ("model.mup_output_mult",))
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
     yield Field("use_cpu_initialization", False)
 
@@ -153,7 +157,8 @@ def _precision_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("params_dtype", dtype, precision)
     yield Field("pipeline_dtype", dtype, precision)
     # The exact mean over unmasked tokens in every layout. Without a mask the cheaper mean of means is the same.
-    yield Field("calculate_per_token_loss", spec.model.data.eod_mask_loss, ("model.data.eod_mask_loss",))
+    masks = "model.data.eod_mask_loss", "model.data.eod_mask_labels"
+    yield Field("calculate_per_token_loss", masks_tokens(spec.model), masks)
 
 
 def _fp8_fields(spec: RunSpec) -> Iterator[Field]:
@@ -223,7 +228,7 @@ def ddp_fields(spec: RunSpec) -> list[Field]:
         spec.platform.cuda
         and spec.layout.dp * spec.layout.cp > 1
         and model.num_moe_experts is None
-        and not model.data.eod_mask_loss
+        and not masks_tokens(model)
     )
     return [
         *_told_by_schema(spec, "DistributedDataParallelConfig"),

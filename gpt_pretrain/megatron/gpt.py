@@ -15,6 +15,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.megatron.loss import LossHead
 from gpt_pretrain.megatron.own_model import mark_replicas, named_layers
 from gpt_pretrain.run.run_spec import RunSpec
@@ -101,4 +102,10 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             )
             self.output_layer.weight = weight
             self.output_layer.z_loss_coeff = self._spec.model.z_loss_coeff
+            self.output_layer.output_mult = output_mult(self._spec.model)
         super().setup_embeddings_and_output_layer()
+
+    @override
+    def _scale_logits(self, logits: torch.Tensor) -> torch.Tensor:
+        """What megatron-core multiplies by muP's multiplier after its head; a `LossHead` has done so."""
+        return logits

@@ -58,6 +58,8 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
     tokens_at_once: int | None = None
     """Tokens that go through the head together; None: `run.products.chunk_tokens`."""
     z_loss_coeff: float = 0.0
+    output_mult: float = 1.0
+    """What logits are multiplied by (`features.mup`)."""
 
     def forward(
         self,
@@ -73,6 +75,9 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
         `input_` is [s, b, h] (s / TP under sequence parallelism), `weight` [vocab / TP, h] a tied embedding's or None.
         `labels` are [b, s]; `loss_gradient`, fp32 [b, s], is the gradient of the step's loss by each token's loss.
         """
+        if self.output_mult != 1.0:
+            # On this side of the head, gradients are scaled like logits whatever computes the loss.
+            input_ = input_ * self.output_mult
         if labels is None or loss_gradient is None:
             return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
         if self.sequence_parallel:

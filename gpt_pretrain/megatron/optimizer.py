@@ -31,6 +31,7 @@ from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import decay_steps, min_lr, shards_gradients, warmup_steps
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import registered_choice
+from gpt_pretrain.features.mup import SCALED_BY_WIDTH, width_overrides
 from gpt_pretrain.launch.patches import GRADIENT_NORM, OPTIMIZER_STATES, OPTIMIZERS, patch
 from gpt_pretrain.megatron.model import Model, translate_optimizer
 from gpt_pretrain.megatron.muon import Muon, is_muons
@@ -66,7 +67,7 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     )
     patch(OPTIMIZER_STATES, HAVE_APEX_OR_TE=False)
     name, options = spec.model.optim.name, translate_optimizer(spec)
-    overrides = get_standard_config_overrides(options)
+    overrides = get_standard_config_overrides(options) | width_overrides(spec.model, options)
     if name is OptimizerName.muon:
         mark_matrices(model.chunks, _rows_of_heads(model, options))
         of_adam = ParamPredicate(name="of_adam", fn=lambda parameter: not is_orthogonalized(parameter))
@@ -151,7 +152,13 @@ def learning_rate(optimizer: MegatronOptimizer) -> float:
 
 def decoupled_learning_rate(optimizer: MegatronOptimizer) -> float | None:
     """That of word embeddings and LM head (`model.optim.decoupled_lr`); None if they have none of their own."""
-    return next((float(group["lr"]) for group in optimizer.param_groups if not group["default_config"]), None)
+    groups = (group for group in optimizer.param_groups if SCALED_BY_WIDTH not in group)
+    return next((float(group["lr"]) for group in groups if not group["default_config"]), None)
+
+
+def hidden_learning_rate(optimizer: MegatronOptimizer) -> float | None:
+    """That of the layers' matrices with muP (`features.mup`); None if they have none of their own."""
+    return next((float(group["lr"]) for group in optimizer.param_groups if SCALED_BY_WIDTH in group), None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

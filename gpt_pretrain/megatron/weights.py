@@ -5,7 +5,7 @@ Here each weight matrix is drawn whole, from a generator seeded by (seed, its na
 part. megatron-core's sharded state dict says which: it names every local tensor, its global shape and its place in it,
 across TP, PP, interleaved chunks and tied embeddings alike. The distribution is GPT-2's: normal with `init_method_std`,
 and std / sqrt(2 · num_layers) for the two projections that write into the residual stream (Radford et al. 2019,
-section 2.3). Norms and biases keep their ones and zeros.
+section 2.3); muP scales it by width (`features.mup`). Norms and biases keep their ones and zeros.
 
 A matrix can be drawn at any time, and again: FP8 weights are drawn a second time for their masters, which start from
 the values before any rounding to FP8. Where weights are sharded (`sharded_weights`), a layer gives the memory of its
@@ -29,6 +29,7 @@ from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import MegatronModule
 
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.mup import initial_std
 from gpt_pretrain.launch.patches import FIRST_VALUES, LAYERS, patched
 from gpt_pretrain.megatron.stored_weights import drop_transpose, memory_of
 
@@ -57,7 +58,7 @@ class _Piece:
         # Leading axes count layers and the halves of a gated MLP: they belong to the name, not to the matrix.
         index, offsets = shard.global_offset[:axes], shard.global_offset[axes:]
         digest = hashlib.sha256(f"{model.seed}/{shard.key}/{'/'.join(map(str, index))}".encode()).digest()
-        std = model.init_method_std
+        std = initial_std(model, shard.key)
         if shard.key.endswith(_RESIDUAL_PROJECTIONS):
             std /= math.sqrt(2.0 * model.num_layers)
         return cls(

@@ -101,6 +101,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "loss": ".4f",
         "lr": ".3e",
         "decoupled_lr": ".3e",
+        "hidden_lr": ".3e",
         "grad_norm": ".3f",
         "step_time_s": ".4f",
         "tokens_per_s": ".0f",
@@ -141,7 +142,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr", "losses", "set_bits_per_byte"}
+_OPTIONAL = {"decoupled_lr", "hidden_lr", "losses", "set_bits_per_byte"}
 # Names in a line that are not the field's.
 _LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 

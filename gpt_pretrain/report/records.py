@@ -75,6 +75,8 @@ class TrainRecord(Record):
     """Learning rate of this step."""
     decoupled_lr: float | None = None
     """That of word embeddings and LM head; null if it is `lr`."""
+    hidden_lr: float | None = None
+    """That of the layers' matrices with muP; null if it is `lr`."""
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
     skipped_steps: int | None

@@ -26,7 +26,13 @@ type Why = Callable[[Resolved], str]
 """Why a key has no effect in a run; empty if it has one."""
 
 # Keys of `checkpoint.` that only a run with saves reads, with the values that ask for nothing.
-READ_BY_SAVES = {"async_save": True, "keep_last": None, "keep_every": None, "on_save_error": OnSaveError.stop}
+READ_BY_SAVES = {
+    "async_save": True,
+    "keep_last": None,
+    "keep_every": None,
+    "keep_best": False,
+    "on_save_error": OnSaveError.stop,
+}
 
 
 @dataclass(frozen=True, slots=True)

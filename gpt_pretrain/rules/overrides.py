@@ -36,6 +36,7 @@ READERS = {
     "benchmark": ("benchmark",),
     "benchmark.overrides": ("benchmark", "compare"),
     "compare": ("compare",),
+    "coordinate_check": ("coordinate_check",),
 }
 
 # Groups without which the configuration is still complete.

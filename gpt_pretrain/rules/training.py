@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, ScheduleName, TokenizerLibrary
 from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
-from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals
+from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals, show
 from gpt_pretrain.config.mixtures import mixture_problems
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.environment import installed_version
@@ -229,6 +229,29 @@ def _files(config: Config) -> Iterator[str]:
         yield (
             f"checkpoint.keep_every={config.checkpoint.keep_every} exempts checkpoints from deletion, and "
             "checkpoint.keep_last=null keeps them all; set keep_last, or checkpoint.keep_every=null"
+        )
+    yield from _best(config)
+
+
+def _best(config: Config) -> Iterator[str]:
+    """The best checkpoint is known by a validation at the step of each save."""
+    checkpoint, validated = config.checkpoint, config.trainer.val_check_interval
+    if not checkpoint.keep_best:
+        return
+    if checkpoint.keep_last is None:
+        yield (
+            "checkpoint.keep_best=true exempts a checkpoint from deletion, and checkpoint.keep_last=null keeps them "
+            "all; set keep_last, or checkpoint.keep_best=false"
+        )
+    if config.trainer.limit_val_batches == 0 or validated is None:
+        key = "limit_val_batches=0" if validated is not None else "val_check_interval=null"
+        yield f"checkpoint.keep_best=true needs validations, and trainer.{key}; set it, or checkpoint.keep_best=false"
+    elif checkpoint.save_interval is None or checkpoint.save_interval % validated:
+        saved = show(checkpoint.save_interval)
+        yield (
+            f"checkpoint.keep_best=true needs a validation at each save: checkpoint.save_interval={saved} is no "
+            f"multiple of trainer.val_check_interval={validated}; use checkpoint.save_interval={validated}, or "
+            "checkpoint.keep_best=false"
         )
 
 

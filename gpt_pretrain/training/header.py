@@ -22,6 +22,7 @@ from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
+from gpt_pretrain.features.mup import describe_mup
 from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
@@ -35,7 +36,7 @@ from gpt_pretrain.training.setup import Setup
 # Changed settings that a resume lists; the others are counted.
 _MAX_CHANGES = 8
 # Keys that may differ between the starts of one run without changing what it trains.
-_OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare.")
+_OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare.", "coordinate_check.")
 
 
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
@@ -202,6 +203,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             f"{model.position_embedding_type.name}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
+            **({"muP": describe_mup(model)} if model.use_mup else {}),
             "FLOPs per token": f"{flops_per_token(model):.3g} ({_describe_attention_flops(model)})",
         },
         "layout": {

@@ -55,7 +55,12 @@ class Meter:
         self._started += time.monotonic() - began
 
     def read(
-        self, result: StepResult, progress: TrainingProgress, lr: float, decoupled_lr: float | None
+        self,
+        result: StepResult,
+        progress: TrainingProgress,
+        lr: float,
+        decoupled_lr: float | None,
+        hidden_lr: float | None,
     ) -> TrainRecord:
         """Waits for the device and begins the next interval; the same numbers on every rank."""
         loss = mean_loss(self._sums[:2])
@@ -76,6 +81,7 @@ class Meter:
             loss=loss,
             lr=lr,
             decoupled_lr=decoupled_lr,
+            hidden_lr=hidden_lr,
             grad_norm=grad_norm,
             skipped_steps=skipped_steps,
             step_time_s=step_time_s,

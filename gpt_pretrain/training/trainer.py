@@ -8,11 +8,12 @@ from typing import Any, NoReturn
 
 from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutcome
 from gpt_pretrain.config.choices import OnSaveError
+from gpt_pretrain.config.derived import masks_tokens
 from gpt_pretrain.config.errors import RunError
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, learning_rate
+from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, hidden_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.plan.forecast import describe_saves
 from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, SourcesRecord
@@ -184,7 +185,7 @@ class Trainer:
                 result = train_step(self._trainable, self._train_batches)
             self._proofs.judge(step, result)
         consumed_samples = first_sample + self.config.model.global_batch_size
-        self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples)
+        self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples, validation_loss=None)
         self._newest = result
         self._meter.add(result)
         self._log_guarded(self._guard.add(step, first_sample, result))
@@ -215,7 +216,8 @@ class Trainer:
             return
         self._log_fp8()
         with self._meter.paused(), self._trainable.model.newest_parameters():
-            self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
+            loss = self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
+            self.progress = replace(self.progress, validation_loss=loss if math.isfinite(loss) else None)
             self._callbacks.validation(self.progress.step)
 
     def save(self, *, by_clock: bool = False) -> None:
@@ -276,7 +278,7 @@ class Trainer:
     def _log_step(self, result: StepResult) -> None:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
         optimizer = self._trainable.optimizer
-        rates = learning_rate(optimizer), decoupled_learning_rate(optimizer)
+        rates = learning_rate(optimizer), decoupled_learning_rate(optimizer), hidden_learning_rate(optimizer)
         record = self._meter.read(result, self.progress, *rates)
         guarded = self._guard.read()
         self._log_fp8()
@@ -327,7 +329,7 @@ class Trainer:
         return StepGuard(
             self.config.trainer,
             model.global_batch_size,
-            num_tokens=None if model.data.eod_mask_loss else model.global_batch_size * model.encoder_seq_length,
+            num_tokens=None if masks_tokens(model) else model.global_batch_size * model.encoder_seq_length,
             losses=self.progress.losses,
             spikes=self.progress.spikes,
         )

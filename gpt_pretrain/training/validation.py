@@ -34,8 +34,8 @@ class Validation:
         self._watchdog = watchdog
         self._log = log
 
-    def run(self, step: int, run: Run) -> None:
-        """Logs the losses and what the tasks measure; tasks get `run`."""
+    def run(self, step: int, run: Run) -> float:
+        """Logs the losses and what the tasks measure, and returns the mean of the losses; tasks get `run`."""
         config, model = self._setup.config, self._setup.trainable.model
         began = time.monotonic()
         num_batches = config.trainer.limit_val_batches
@@ -43,19 +43,19 @@ class Validation:
         weights = self._setup.corpus.validation_weights or {"": 1.0}
         losses = [validate(model, self._batches, num_batches, on_batch=on_batch) for _ in weights]
         self._watchdog.progress("what follows the validation")
-        self._log(
-            validation_record(
-                step,
-                dict(zip(weights, losses, strict=True)),
-                weights,
-                self._bytes_per_token,
-                num_samples=len(losses) * num_batches * config.model.global_batch_size,
-                time_s=time.monotonic() - began,
-            )
+        record = validation_record(
+            step,
+            dict(zip(weights, losses, strict=True)),
+            weights,
+            self._bytes_per_token,
+            num_samples=len(losses) * num_batches * config.model.global_batch_size,
+            time_s=time.monotonic() - began,
         )
+        self._log(record)
         began = time.monotonic()
         if numbers := _task_numbers(run, model, self._watchdog):
             self._log(ValidationTasksRecord(step=step, numbers=numbers, time_s=time.monotonic() - began))
+        return record.loss
 
     @cached_property
     def _bytes_per_token(self) -> list[float] | None:

@@ -1,0 +1,242 @@
+"""The formats that are translated, how a file tells which it is, and those that are refused by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.config.files import read_foreign_text
+from gpt_pretrain.translate import (
+    accelerate,
+    automodel,
+    megatron_lm,
+    nemo,
+    nemo_settings,
+    torchtitan,
+    torchtitan_settings,
+)
+from gpt_pretrain.translate.megatron_arguments import read_arguments_of
+from gpt_pretrain.translate.megatron_options import rows_of
+from gpt_pretrain.translate.structured_files import (
+    as_written,
+    flat,
+    has,
+    look_up,
+    read_values,
+    with_options,
+    with_overrides,
+)
+from gpt_pretrain.translate.translation import Source, Translation, translate_source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Given:
+    """What the command was given."""
+
+    files: Sequence[Path]
+    words: Sequence[str]
+    """Arguments of the other program."""
+    environment: Mapping[str, str]
+
+    @property
+    def name(self) -> str:
+        """A name for the run."""
+        return self.files[0].stem if self.files else "translated"
+
+
+def _first_sentence(text: str) -> str:
+    plain = " ".join(text.split())
+    return plain.split(". ")[0].rstrip(".")[:160] or "its help says nothing"
+
+
+def translate_megatron_lm(given: Given) -> Translation:
+    """Translates Megatron-LM's arguments."""
+    text = _found(read_foreign_text, given.files[0]) if given.files else None
+    read = read_arguments_of(text, given.words, given.environment)
+    translation = Translation(program="Megatron-LM", name=given.name, notes=read.notes)
+    source = Source(
+        program="Megatron-LM",
+        values=read.values,
+        given=read.given,
+        described=lambda name: f"“{_first_sentence(read.helps[name])}”",
+        default=lambda name, value: _as_option(read.options[name], value),
+    )
+    for key, launched in (("trainer.devices", read.devices), ("trainer.num_nodes", read.num_nodes)):
+        if launched is not None:
+            translation.set(key, *launched)
+    if read.devices is None:
+        translation.up_to_you.append(("trainer.devices", "the launcher's processes per node are not in it"))
+    for words, why in read.unknown:
+        translation.lose(words, why, "it is left out")
+    translation.up_to_you += read.missing
+    translation.not_needed += [
+        (f"export {name}={value}", "the environment is yours to set; Megatron-LM's own needs do not hold here")
+        for name, value in read.exported.items()
+    ]
+    translate_source(rows_of(read.values), megatron_lm.derive, source, translation)
+    return translation
+
+
+def _as_option(option: str, value: Any) -> str:
+    """A default as an option; a flag that is not given is told so."""
+    if value is None or isinstance(value, bool):
+        return f"no {option}"
+    return f"{option} {' '.join(map(str, value)) if isinstance(value, list) else value}"
+
+
+def _values(path: Path) -> dict[str, Any]:
+    """A file's settings by dotted names.
+
+    Raises:
+        ConfigError: There is no such file.
+    """
+    return look_up(flat(_found(read_values, path)))
+
+
+def _found[Content](read: Callable[[Path], Content], path: Path) -> Content:
+    try:
+        return read(path)
+    except FileNotFoundError as error:
+        raise ConfigError([f"{path}: there is no such file"]) from error
+
+
+def translate_nemo(given: Given) -> Translation:
+    """Translates a NeMo 1.x file with overrides, or overrides alone."""
+    values, shown = with_overrides(_values(given.files[0]) if given.files else {}, given.words)
+    written = as_written(values, shown)
+    values = look_up(dict(nemo_settings.DEFAULTS if given.files else {}) | values)
+    translation = Translation(program="NeMo", name=given.name)
+    source = Source(program="NeMo", values=values, given=written, numbers=nemo_settings.NUMBERS)
+    translate_source(nemo_settings.rows_of(values), nemo.derive, source, translation)
+    return translation if given.files else _of_given(translation)
+
+
+def _of_given(translation: Translation) -> Translation:
+    """What some settings alone become, without what follows from the ones that are not there."""
+    translation.settings = {key: setting for key, setting in translation.settings.items() if setting.given}
+    translation.lost = [lost for lost in translation.lost if "default)" not in lost.setting]
+    translation.up_to_you = []
+    return translation
+
+
+def translate_torchtitan(given: Given) -> Translation:
+    """Translates a torchtitan file with options, or options alone."""
+    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
+    written = as_written(values, shown)
+    rename = torchtitan_settings.RENAMED
+    values = {rename.get(name, name): value for name, value in values.items()}
+    translation = Translation(program="torchtitan", name=given.name)
+    _set_processes(given, translation)
+    source = Source(
+        program="torchtitan",
+        values={**torchtitan_settings.DEFAULTS, **values},
+        given={rename.get(name, name): text for name, text in written.items()},
+        numbers=torchtitan_settings.NUMBERS,
+    )
+    translate_source(torchtitan_settings.rows_of(source.values), torchtitan.derive, source, translation)
+    return translation if given.files else _of_given(translation)
+
+
+def translate_automodel(given: Given) -> Translation:
+    """Translates a recipe of NeMo-Automodel, with options over it."""
+    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
+    translation = Translation(program="NeMo-Automodel", name=given.name)
+    _set_processes(given, translation)
+    written = as_written(values, shown)
+    source = Source(program="NeMo-Automodel", values=values, given=written, numbers=automodel.NUMBERS)
+    translate_source(automodel.rows_of(values), automodel.derive, source, translation)
+    return translation
+
+
+def translate_accelerate(given: Given) -> Translation:
+    """Translates Accelerate's YAML, DeepSpeed's JSON, or both."""
+    if given.words:
+        raise ConfigError([f"{given.words[0]!r}: Accelerate's files are translated as they are; leave it out"])
+    values: dict[str, Any] = {}
+    shown: dict[str, str] = {}
+    for path in given.files:
+        own = _values(path)
+        written = as_written(own, {})
+        section = f"{accelerate.DEEPSPEED}." if path.suffix == ".json" else ""
+        values |= {f"{section}{name}": value for name, value in own.items()}
+        shown |= {f"{section}{name}": text for name, text in written.items()}
+    translation = Translation(program="Accelerate", name=given.name)
+    _set_processes(given, translation)
+    source = Source(program="Accelerate", values=values, given=shown)
+    translate_source(accelerate.rows_of(values), accelerate.derive, source, translation)
+    return translation
+
+
+def _set_processes(given: Given, translation: Translation) -> None:
+    """The number of processes, which no file says, from --env WORLD_SIZE=… and LOCAL_WORLD_SIZE=…, torchrun's names.
+
+    Raises:
+        ConfigError: They are no such numbers.
+    """
+    if "WORLD_SIZE" not in given.environment:
+        return
+    texts = {name: given.environment.get(name, "") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE")}
+    world = int(texts["WORLD_SIZE"]) if texts["WORLD_SIZE"].isdecimal() else 0
+    local = int(texts["LOCAL_WORLD_SIZE"]) if texts["LOCAL_WORLD_SIZE"].isdecimal() else min(world, 8)
+    if world < 1 or local < 1 or world % local:
+        told = " ".join(f"{name}={text}" for name, text in texts.items() if text)
+        raise ConfigError([f"--env {told}: no number of processes; give --env WORLD_SIZE=16 --env LOCAL_WORLD_SIZE=8"])
+    origin = f"--env WORLD_SIZE={world}"
+    translation.set("trainer.devices", local, origin)
+    translation.set("trainer.num_nodes", world // local, origin)
+
+
+FORMATS: Mapping[str, Callable[[Given], Translation]] = {
+    "megatron-lm": translate_megatron_lm,
+    "nemo": translate_nemo,
+    "torchtitan": translate_torchtitan,
+    "automodel": translate_automodel,
+    "accelerate": translate_accelerate,
+}
+
+
+def format_of(given: Given) -> str:
+    """The format that files and arguments are in.
+
+    Raises:
+        ConfigError: It is not known, or not translated.
+    """
+    if not given.files or given.files[0].suffix in (".sh", ".sbatch", ".slurm", ".bash", ".sub", ""):
+        return "megatron-lm"
+    path = given.files[0]
+    values = _values(path)
+    if path.suffix == ".toml":
+        return "torchtitan"
+    for name, marks in _MARKS.items():
+        if all(has(values, *each) for each in marks):
+            return name
+    for name, marks in _NOT_YET.items():
+        if all(has(values, *each) for each in marks):
+            known = ", ".join(FORMATS)
+            raise ConfigError([f"{path} is of {name}, which is not translated yet; those that are: {known}"])
+    raise ConfigError([f"{path}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
+
+
+# Each format has one setting at least of each group.
+_MARKS: Mapping[str, Sequence[Sequence[str]]] = {
+    "automodel": [["step_scheduler", "fp8.recipe_name"]],
+    "accelerate": [
+        [
+            "compute_environment",
+            "distributed_type",
+            "mixed_precision",
+            "fp8_config",
+            "zero_optimization",
+            "train_micro_batch_size_per_gpu",
+        ]
+    ],
+    "nemo": [["trainer"], ["model.micro_batch_size", "model.encoder_seq_length", "model.megatron_amp_O2"]],
+}
+_NOT_YET: Mapping[str, Sequence[Sequence[str]]] = {
+    "Megatron-Bridge": [["model._target_"], ["ddp", "mixed_precision", "rerun_state_machine"]],
+    "nanotron": [["parallelism"], ["tokens"], ["optimizer"]],
+    "litgpt": [["train"], ["out_dir", "model_name", "model_config", "tokenizer_dir"]],
+    "GPT-NeoX": [["pipe_parallel_size", "pipe-parallel-size", "model_parallel_size", "model-parallel-size"]],
+    "Megatron-LM (--yaml-cfg)": [["language_model"], ["model_parallel"]],
+}

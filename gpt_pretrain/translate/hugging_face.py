@@ -1,0 +1,69 @@
+"""Models by their names on the Hugging Face hub, and fields of a `config.json`, as presets and keys of ours."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row
+
+# The last part of a repository's name, in lower case.
+PRESETS: Mapping[str, str] = {
+    "gpt2": "gpt2_124m",
+    "gpt2-medium": "gpt2_355m",
+    "gpt2-xl": "gpt2_1_5b",
+    "llama-2-7b-hf": "llama2_7b",
+    "meta-llama-3-8b": "llama3_8b",
+    "meta-llama-3-70b": "llama3_70b",
+    "llama-3.1-8b": "llama3_1_8b",
+    "meta-llama-3.1-8b": "llama3_1_8b",
+    "mistral-7b-v0.3": "mistral_7b",
+    "mistral-nemo-base-2407": "mistral_nemo_12b",
+    "mixtral-8x7b-v0.1": "mixtral_8x7b",
+    "phi-4": "phi4",
+    "qwen2.5-7b": "qwen2_5_7b",
+    "qwen3-8b": "qwen3_8b",
+    "qwen3-8b-base": "qwen3_8b",
+    "qwen3-30b-a3b": "qwen3_30b_a3b",
+    "qwen3-30b-a3b-base": "qwen3_30b_a3b",
+}
+
+
+def preset_named(name: str) -> str | None:
+    """The preset that has the architecture of a repository; None if none has."""
+    return PRESETS.get(name.rpartition("/")[2].lower())
+
+
+# Of Llama's, Mistral's, Qwen's and Mixtral's classes.
+FIELDS: Mapping[str, Row] = {
+    "num_hidden_layers": Becomes("model.num_layers"),
+    "hidden_size": Becomes("model.hidden_size"),
+    "intermediate_size": Becomes("model.ffn_hidden_size"),
+    "moe_intermediate_size": Becomes("model.moe_ffn_hidden_size"),
+    "num_attention_heads": Becomes("model.num_attention_heads"),
+    "num_key_value_heads": Becomes("model.num_query_groups"),
+    "head_dim": Becomes("model.kv_channels"),
+    "vocab_size": Becomes("model.vocab_size"),
+    "max_position_embeddings": Becomes("model.max_position_embeddings"),
+    "rms_norm_eps": Becomes("model.layernorm_epsilon"),
+    "rope_theta": Becomes("model.rotary_base", int),
+    "tie_word_embeddings": Becomes("model.share_embeddings_and_output_weights"),
+    "initializer_range": Becomes("model.init_method_std"),
+    "attention_dropout": Becomes("model.attention_dropout"),
+    "attention_bias": Becomes("model.qkv_bias"),
+    "num_local_experts": Becomes("model.num_moe_experts"),
+    "num_experts": Becomes("model.num_moe_experts"),
+    "num_experts_per_tok": Becomes("model.moe_router_topk"),
+    "router_aux_loss_coef": Becomes("model.moe_aux_loss_coeff"),
+    "hidden_act": Becomes("model.activation", {"silu": "swiglu"}, there="the MLP's activation", here=ANOTHER_MODEL),
+    "rope_scaling": NotHere("rope was stretched", "model.rope_scaling_factor stretches it as Llama 3.1 does"),
+    "sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "use_sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    **dict.fromkeys(
+        ("architectures", "max_window_layers", "bos_token_id", "eos_token_id", "use_cache", "_target_", "torch_dtype"),
+        NoNeed("training does not read it"),
+    ),
+}
+
+
+def is_inline(values: Mapping[str, Any], section: str) -> bool:
+    """Whether a section has a model's sizes and not only its name."""
+    return f"{section}.num_hidden_layers" in values

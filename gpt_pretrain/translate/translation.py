@@ -1,0 +1,255 @@
+"""What becomes of a configuration of another program: our keys, and everything that has none.
+
+A format is a table from the other program's names to rows, and functions for what depends on several of them:
+
+    "hidden_size": Becomes("model.hidden_size")
+    "normalization": Becomes("model.normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
+    "fp32_residual_connection": NotHere("the residual stream was fp32", "it has the type of the weights")
+    "log_throughput": NoNeed("every record has the throughput")
+    "load": UpToYou("checkpoint.init_from", "where weights come from")
+
+Values are effective: a default of the other program counts as much as what was written, because ours may differ.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpt_pretrain.config.errors import ConfigError, reason, show
+from gpt_pretrain.config.keys import schema_keys
+from gpt_pretrain.translate.shell_words import UNKNOWN
+
+ANOTHER_MODEL = "there is no such layer: the result is another model"
+"""What stands in place of a setting without which the model is not the same."""
+
+
+class Untranslatable(ValueError):
+    """A value without a counterpart here; the message says what this program does instead."""
+
+
+@dataclass(frozen=True, slots=True)
+class Becomes:
+    """A setting that becomes a key of ours."""
+
+    key: str
+    values: Mapping[Any, Any] | Callable[[Any], Any] | None = None
+    """Ours for theirs, or a function that may raise `Untranslatable`; None: the same."""
+    only_given: bool = False
+    """Whether the other program's default says nothing: what is faster is chosen here."""
+    there: str = ""
+    """What values that are not in `values` did."""
+    here: str = "it has no such value"
+    """What this program does instead of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """A setting without counterpart: what it did, what differs here, and the values that ask for nothing."""
+
+    there: str
+    here: str
+    idle: tuple[Any, ...] = (None, False)
+
+
+@dataclass(frozen=True, slots=True)
+class NoNeed:
+    """A setting that this program does not need, and why."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class UpToYou:
+    """A setting that says what cannot be known here: which key of ours to give, and why."""
+
+    key: str
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """A setting that a function of the format translates, with others."""
+
+
+type Row = Becomes | NotHere | NoNeed | UpToYou | Together
+TOGETHER = Together()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """A configuration of another program as it has been read."""
+
+    program: str
+    values: Mapping[str, Any]
+    """Effective values by the program's names, dotted where it has sections."""
+    given: Mapping[str, str]
+    """Names that were given, each as it was written: "--hidden-size 4096"."""
+    described: Callable[[str], str] = lambda name: ""
+    """What a setting does there, for one that no table has."""
+    numbers: Collection[str] = ()
+    """Settings that have a number, or none, beside those that become numbers of ours."""
+    default: Callable[[str, Any], str] = lambda name, value: f"{name}={show(value)}"
+    """A default as the program would write it."""
+
+    def shown(self, name: str) -> str:
+        """A setting for the report."""
+        if name in self.given:
+            return self.given[name]
+        return f"{self.default(name, self.values.get(name))} ({self.program}'s default)"
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A value; `default` if there is none."""
+        return self.values.get(name, default)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The effective value of one of our keys, with enums by name, and where it comes from."""
+
+    value: Any
+    origin: str
+    given: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """A setting without counterpart."""
+
+    setting: str
+    there: str
+    here: str
+
+    @property
+    def changes_model(self) -> bool:
+        """Whether the model is another one without it."""
+        return self.here == ANOTHER_MODEL
+
+    @property
+    def text(self) -> str:
+        """All of it as one item of a list."""
+        return f"{self.setting}: {self.there}{'; ' if self.there else ''}here {self.here}"
+
+
+@dataclass(kw_only=True)
+class Translation:
+    """What a configuration becomes."""
+
+    program: str
+    name: str
+    preset: str | None = None
+    """The preset that is the other program's model, if it only names it; "base", with open sizes, if none is."""
+    settings: dict[str, Setting] = field(default_factory=dict)
+    lost: list[Lost] = field(default_factory=list)
+    not_needed: list[tuple[str, str]] = field(default_factory=list)
+    """Settings and why nothing stands for them."""
+    up_to_you: list[tuple[str, str]] = field(default_factory=list)
+    """Keys of ours that the user has to give, and why."""
+    notes: list[str] = field(default_factory=list)
+    """What could not be read, and numbers that were derived."""
+
+    def set(self, key: str, value: Any, origin: str, *, given: bool = True) -> None:
+        """Sets a key of ours; the last setting counts. A value that is known elsewhere alone is up to the user."""
+        texts = value if isinstance(value, list) else [value]
+        if any(isinstance(text, str) and (UNKNOWN.search(text) or "${" in text) for text in texts):
+            self.up_to_you.append((key, origin))
+        else:
+            self.settings[key] = Setting(value, origin, given)
+
+    def derive(self, source: Source, key: str, value: Any, *names: str, how: str = "") -> None:
+        """Sets a key from settings that belong together; `how` says by what calculation."""
+        given = [name for name in names if name in source.given]
+        origin = ", ".join(map(source.shown, given or names[:1]))
+        self.set(key, value, f"{origin}{how and f': {how}'}", given=bool(given))
+
+    def lose(self, setting: str, there: str, here: str) -> None:
+        """Reports a setting without counterpart."""
+        self.lost.append(Lost(setting, there, here))
+
+    def texts(self) -> Iterator[str]:
+        """Every text of the lists that names a setting of the other program."""
+        yield from (setting.origin for setting in self.settings.values())
+        yield from (lost.setting for lost in self.lost)
+        yield from (setting for setting, _ in self.not_needed)
+        yield from (text for pair in self.up_to_you for text in pair)
+        yield from self.notes
+
+    def value(self, key: str, default: Any = None) -> Any:
+        """The value of one of our keys so far."""
+        return self.settings[key].value if key in self.settings else default
+
+
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
+
+
+def _applied(row: Becomes, value: Any) -> Any:
+    if row.values is None:
+        return value
+    if callable(row.values):
+        return row.values(value)
+    if value not in row.values:
+        raise Untranslatable(row.here)
+    return row.values[value]
+
+
+def translate_source(
+    rows: Mapping[str, Row],
+    derive: Callable[[Source, Translation], None],
+    source: Source,
+    translation: Translation,
+) -> None:
+    """Translates every setting by its row, or together with others; every one that was given is in a list.
+
+    Raises:
+        ConfigError: A value has another kind than the other program takes.
+    """
+    if wrong := [source.shown(name) for name in source.given if _is_no_number(name, rows, source)]:
+        raise ConfigError([f"{setting} is no number, which {source.program} takes here" for setting in wrong])
+    try:
+        _apply_rows(rows, source, translation)
+        derive(source, translation)
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+        told = f"a setting has a value of another kind than {source.program} takes"
+        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
+    texts = "\n".join(translation.texts())
+    for name, shown in source.given.items():
+        if shown not in texts:
+            translation.not_needed.append((source.shown(name), "nothing reads it beside the other settings"))
+
+
+def _is_no_number(name: str, rows: Mapping[str, Row], source: Source) -> bool:
+    """Whether a setting has something else where a number belongs."""
+    row, value = rows.get(name), source.values.get(name)
+    if isinstance(row, Becomes) and row.values is None:
+        numeric = schema_keys()[row.key].kind in (int, float)
+    else:
+        numeric = name in source.numbers
+    is_known = not isinstance(value, str) or not (UNKNOWN.search(value) or "${" in value or value in ("auto", "???"))
+    return (
+        numeric and is_known and value is not None and (isinstance(value, bool) or not isinstance(value, int | float))
+    )
+
+
+def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translation) -> None:
+    for name, value in source.values.items():
+        row, given = rows.get(name), name in source.given
+        match row:
+            case Becomes():
+                if row.only_given and not given:
+                    continue
+                try:
+                    ours = _applied(row, value)
+                    if ours is not None or schema_keys()[row.key].optional:
+                        translation.set(row.key, ours, source.shown(name), given=given)
+                except Untranslatable as error:
+                    translation.lose(source.shown(name), row.there or source.described(name), str(error))
+            case NotHere() if not any(value is idle or value == idle for idle in row.idle):
+                translation.lose(source.shown(name), row.there, row.here)
+            case NotHere() | NoNeed() if given:
+                why = row.why if isinstance(row, NoNeed) else "it asks for nothing"
+                translation.not_needed.append((source.shown(name), why))
+            case UpToYou() if given and value is not None:
+                translation.up_to_you.append((row.key, f"{row.why} ({source.shown(name)})"))
+            case None if given and value in _NOTHING:
+                translation.not_needed.append((source.shown(name), "it asks for nothing"))
+            case None if given:
+                translation.lose(source.shown(name), source.described(name), "nothing does it")
