@@ -256,15 +256,16 @@ def _spoil_a_moment(training: Training) -> None:
 def _digest(training: Training) -> str:
     """Of the bits of this rank's weights."""
     digest = hashlib.sha256()
-    for chunk in training.chunks:
-        for weight in chunk.parameters():
-            digest.update(_bits(weight).numpy().tobytes())
+    with training.trainable.model.gathered_parameters():
+        for chunk in training.chunks:
+            for weight in chunk.parameters():
+                digest.update(_bits(weight).numpy().tobytes())
     return digest.hexdigest()
 
 
 def _save(training: Training, directory: Path, progress: TrainingProgress) -> None:
     config, trainable = training.config, training.trainable
-    with trainable.model.gathered_parameters():
+    with trainable.model.newest_parameters():
         save_checkpoint(directory, trainable, progress, config, _fingerprints(config))
 
 

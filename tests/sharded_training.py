@@ -161,9 +161,10 @@ def train(config: Config) -> dict[str, Any]:
     seen: dict[str, Any] = {"gradients": whole_gradients(training), "bytes": gradient_bytes(training)}
     seen["sizes"] = [{name: each.numel() for name, each in chunk.named_parameters()} for chunk in training.chunks]
     results = [training.result() for _ in range(STEPS)]
-    with training.trainable.model.gathered_parameters():
+    with training.trainable.model.newest_parameters():
         # A forward pass without gradients may come in between.
         seen["validation"] = training.validate()
+    with training.trainable.model.gathered_parameters():
         seen["weights"] = [
             parameter.detach().float().clone() for chunk in training.chunks for parameter in chunk.parameters()
         ]

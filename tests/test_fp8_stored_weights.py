@@ -9,7 +9,7 @@ from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.rules.jobs import load_config
-from tests.emulated_training import TINY, emulated_training, save_checkpoint
+from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST
 from tests.rounding import fp8_anew_tolerance
@@ -204,3 +204,22 @@ def test_a_stored_weight_reads_as_its_values_and_takes_values_whole():
                 write()
         with pytest.raises(AssertionError, match="part of a weight"):
             weight.chunk(2)[0].copy_(values[:16])
+
+
+def test_masters_of_fp8_weights_start_unrounded_and_nothing_is_kept_for_them() -> None:
+    stored = (*emulate("torchao_tensorwise"), "model.fp8_params=true", "parallelism=dp", "trainer.precision=bf16")
+    masters: list[list[float]] = []
+    for overrides in ((), stored):
+        with emulated_training("parallelism=dp", "trainer.precision=bf16", *overrides) as training:
+            (part,) = training.trainable.optimizer.chained_optimizers
+            drawn = [master for group in part.shard_fp32_from_float16_groups for master in group]
+            # Weights in FP8 and in BF16 lie in other buffers, and so in another order.
+            masters.append(sorted(master.double().sum().item() for master in drawn))
+            for weight in training.chunks[0].parameters():
+                kept = [name for name, value in vars(weight).items() if _bytes_in(value) >= weight.numel()]
+                assert set(kept) <= {"main_grad", "main_param", "codes"}
+    assert masters[0] == masters[1]
+
+
+def _bytes_in(value: object) -> int:
+    return value.nbytes if isinstance(value, torch.Tensor) else 0

@@ -22,6 +22,7 @@ RUN = (
 RECIPES = {
     "bf16": (),
     "delayed": ("fp8=delayed",),
+    "delayed, weights in FP8": ("fp8=delayed", "model.fp8_params=true", "model.use_distributed_optimizer=true"),
     "tensorwise, weights in FP8": ("fp8=tensorwise", "model.fp8_params=true", "model.use_distributed_optimizer=true"),
 }
 
@@ -35,6 +36,7 @@ def curve(metrics):
     [
         pytest.param(1, (), id="one GPU"),
         pytest.param(2, ("parallelism=dp",), id="DP2", marks=pytest.mark.gpu(count=2)),
+        pytest.param(2, ("parallelism=fsdp",), id="FSDP2", marks=pytest.mark.gpu(count=2)),
     ],
 )
 @pytest.mark.parametrize("recipe", RECIPES)

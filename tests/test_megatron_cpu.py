@@ -17,8 +17,7 @@ from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import TorchNorm
-from gpt_pretrain.megatron.model import build_model, translate_transformer
-from gpt_pretrain.megatron.optimizer import build_optimizer
+from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.jobs import load_config
 from tests.platforms import spec_of
@@ -206,15 +205,3 @@ def test_norm_computes_its_formula(normalization: str) -> None:
     scale = math.sqrt(sum((value - mean) ** 2 for value in x) / 4 + 0.1)
     expected = torch.tensor([(value - mean) / scale for value in x])
     torch.testing.assert_close(norm(torch.tensor(x)), expected, atol=1e-6, rtol=0.0)
-
-
-def test_values_that_fp8_weights_were_drawn_as_are_freed_with_the_optimizers_making(groups: Config) -> None:
-    platform = detect_platform()
-    model = build_model(spec_of(groups, platform))
-    # As weights in FP8 have it (TE's name); megatron-core clears those alone that this rank has the master of.
-    kept = {name: [torch.ones(2)] for name, _ in model.chunks[0].named_parameters()}
-    for name, parameter in model.chunks[0].named_parameters():
-        vars(parameter)["clear_high_precision_init_val"] = kept[name].clear
-    build_optimizer(model)
-    assert [name for name, values in kept.items() if values] == []
-    assert len(kept) > 10

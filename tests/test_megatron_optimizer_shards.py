@@ -3,7 +3,7 @@
 import numpy
 import pytest
 
-from gpt_pretrain.megatron.optimizer_state import boxes
+from gpt_pretrain.megatron.checkpoint_boxes import boxes
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (3, 1), (1, 6), (2, 3, 4), ()])

@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock
 
 from gpt_pretrain.fp8.proof import Proof, ProofError
-from gpt_pretrain.megatron import sharded_weights
+from gpt_pretrain.megatron import section_buffers
 from gpt_pretrain.megatron.sharded_weights import WeightSection, WholeWeights
 from gpt_pretrain.run.sections import group_layers, place_in_turn
 from tests.emulated_training import emulate, emulated_training
@@ -217,7 +217,7 @@ FSDP = ("parallelism=fsdp", "model.ddp_bucket_size=1", "model.num_layers=3")
 @pytest.fixture
 def shared_with_nobody(monkeypatch):
     """One rank gathers from itself what several gather from each other."""
-    monkeypatch.setattr(sharded_weights, "is_shared", lambda ranks: True)
+    monkeypatch.setattr(section_buffers, "is_shared", lambda ranks: True)
 
 
 @pytest.mark.parametrize(

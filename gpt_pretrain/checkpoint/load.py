@@ -39,6 +39,7 @@ from gpt_pretrain.checkpoint.state import (
     EXTRA_STATE,
     FP8_DIGESTS,
     OPTIMIZER,
+    OWN_PARTS,
     RANDOM_STATES,
     architecture,
     chunks_by_name,
@@ -51,6 +52,7 @@ from gpt_pretrain.checkpoint.state import (
     sharded_state,
     take_extra_states,
 )
+from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import CheckpointConfig, Config
 from gpt_pretrain.megatron.optimizer_state import (
@@ -59,6 +61,7 @@ from gpt_pretrain.megatron.optimizer_state import (
     make_masters_from_weights,
     share_weights_of_masters,
 )
+from gpt_pretrain.megatron.own_parts import take_own_parts
 from gpt_pretrain.megatron.parallel import on_rank_zero, seed_dropout
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
@@ -332,7 +335,7 @@ def load_weights(
 
     with restricted(path):
         state = _load(path, trainable, sharded_model(trainable.model), left_out)
-        weights = {name: state[name] for name in chunks_by_name(trainable.model)}
+        weights = state.get(OWN_PARTS) or {name: state[name] for name in chunks_by_name(trainable.model)}
         make_masters_from_weights(trainable.optimizer, trainable.model, weights)
     return Restored(progress=TrainingProgress(step=0, consumed_samples=0), notes=notes)
 
@@ -340,9 +343,14 @@ def load_weights(
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:
     """Reads `wanted` and gives the chunks their weights; `left_out` says which keys of a checkpoint are not read.
 
-    Ranks that hold the same tensors each read a part and hand it to the others. The caller has `restricted` the path.
+    Ranks that hold the same tensors each read a part and hand it to the others. Of sharded weights each reads its own;
+    what it has read is returned as `OWN_PARTS`. The caller has `restricted` the path.
     """
     chunks = chunks_by_name(trainable.model)
+    parts = None
+    if shards_weights(trainable.model.spec.model):
+        parts = take_own_parts(trainable.model, {name: wanted[name] for name in chunks}, is_loading=True)
+        wanted[OWN_PARTS] = parts.boxes
     not_restored = {name: take_extra_states(wanted[name]) if left_out(EXTRA_STATE) else [] for name in chunks}
     replicas = parallel_state.get_data_parallel_group(with_context_parallel=True)
     strategy = FullyParallelLoadStrategyWrapper(get_default_load_sharded_strategy(str(path)), replicas)
@@ -353,8 +361,18 @@ def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Ca
             entry.data = entry.data.dequantize()
     state: dict[str, Any] = dist_checkpointing.load(wanted, str(path), strategy)
     for name, chunk in chunks.items():
-        scales = {key: harmless_state(key, value) for key, value in state[name].items() if EXTRA_STATE in key}
-        chunk.load_state_dict(state[name] | scales | dict.fromkeys(not_restored[name]))
+        # A reader leaves out what is empty.
+        read = state.get(name, {})
+        scales = {key: harmless_state(key, value) for key, value in read.items() if EXTRA_STATE in key}
+        restored = read | scales | dict.fromkeys(not_restored[name])
+        missing, _ = chunk.load_state_dict(restored, strict=parts is None)
+        if others := set(missing) - {weight for weight, _ in chunk.named_parameters(remove_duplicate=False)}:
+            raise KeyError(f"{', '.join(sorted(others))} was not loaded")
+    if parts is not None:
+        parts.read(state[OWN_PARTS])
+        state[OWN_PARTS] = parts.values
+        for wrapped in trainable.model.chunks:
+            wrapped.start_param_sync(force_sync=True)
     return state
 
 

@@ -48,16 +48,20 @@ from gpt_pretrain.checkpoint.state import (
     COMMON_STATE,
     FP8_DIGESTS,
     METADATA,
+    OWN_PARTS,
     architecture,
+    chunks_by_name,
     describe_fp8_state,
     layout,
     sharded_state,
 )
 from gpt_pretrain.checkpoint.writing import HostBuffer, Item, SaveProblem, Share, write_checkpoint
+from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.fp8.delayed import join_present_amaxes, state_digests
 from gpt_pretrain.fp8.own_layers import live_layers
+from gpt_pretrain.megatron.own_parts import take_own_parts
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
 
@@ -103,6 +107,9 @@ def _plan_share(trainable: Trainable, path: Path) -> Share:
     if keeps_history:
         join_present_amaxes(trainable.model.gpt_chunks)
     state = sharded_state(trainable, is_loading=False)
+    if shards_weights(spec.model):
+        chunks = {name: state[name] for name in chunks_by_name(trainable.model)}
+        state[OWN_PARTS] = take_own_parts(trainable.model, chunks, is_loading=False).boxes
     # Values that are not sharded are the common state, where megatron-core's reader looks for its choice of formats.
     state |= {"scheduler": trainable.scheduler.state_dict(), "content_metadata": dict(METADATA)}
     if keeps_history:
@@ -205,11 +212,11 @@ class CheckpointSaver:
         self._buffer.release()
 
     def reserve(self) -> None:
-        """Takes the host memory that saves copy into; every rank calls it, with the parameters gathered."""
+        """Takes the host memory that saves copy into; every rank calls it inside `Model.newest_parameters`."""
         self._buffer.reserve(_plan_share(self._trainable, checkpoint_path(self.directory, 0)))
 
     def save(self, progress: TrainingProgress, *, by_clock: bool = False) -> list[SaveOutcome]:
-        """Begins to save; every rank calls it, with the parameters gathered (`Model.gathered_parameters`).
+        """Begins to save; every rank calls it inside `Model.newest_parameters`.
 
         The caller has waited for the save before. `by_clock`: only `checkpoint.save_interval_minutes` asks for one.
         The outcome is returned if the save has ended: it was refused, or `checkpoint.async_save` is off.

@@ -48,6 +48,8 @@ METADATA: dict[str, Any] = {"distrib_optim_sharding_type": "fully_reshardable", 
 # megatron-core's name for what is not a tensor.
 COMMON_STATE = "common_state"
 RANDOM_STATES = "random_states"
+# Where this rank's parts of sharded weights are in a state; checkpoints know nothing of it.
+OWN_PARTS = "own_parts"
 # The digests of FP8 scales and histories by layer, in the common state.
 FP8_DIGESTS = "fp8_digests"
 # Where Transformer Engine's layers and emulated ones keep FP8 scales and histories.
@@ -134,7 +136,7 @@ def chunks_by_name(model: Model) -> dict[str, Any]:
 
 
 def sharded_model(model: Model) -> dict[str, Any]:
-    """This rank's parts of the model, by chunk (`chunks_by_name`)."""
+    """This rank's model, by chunk (`chunks_by_name`): where each tensor belongs."""
     return {name: chunk.sharded_state_dict(metadata=dict(METADATA)) for name, chunk in chunks_by_name(model).items()}
 
 

@@ -18,7 +18,7 @@ would lose them all (Gupta et al. 2015).
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -165,13 +165,28 @@ class Master:
             self.weight[place] = self.values[place]
 
 
+class Stored(Protocol):
+    """What is stored in fewer bytes than it is saved in."""
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[n], as stored."""
+
+    @property
+    def saved_as(self) -> torch.dtype:
+        """A plain type that holds the values exactly."""
+
+    def read(self, start: int, end: int) -> torch.Tensor:
+        """Values in fp32, [end - start]."""
+
+
 class StoredValues(torch.Tensor):
     """A tensor without storage for saving a state; it can be viewed, and sliced if flat. `dequantize` reads values."""
 
-    _state: Moment | Master
+    _state: Stored
     _start: int
 
-    def __new__(cls, state: Moment | Master, start: int = 0, shape: torch.Size | None = None) -> "StoredValues":
+    def __new__(cls, state: Stored, start: int = 0, shape: torch.Size | None = None) -> "StoredValues":
         """All values of a state, [n], or those of a shape from `start` on."""
         made: StoredValues = torch.Tensor._make_wrapper_subclass(
             cls, state.values.shape if shape is None else shape, dtype=state.saved_as, device=state.values.device
@@ -200,7 +215,7 @@ class StoredValues(torch.Tensor):
             case torch.ops.aten.slice.Tensor if values.dim() == 1:
                 start, end, _ = slice(*rest[1:]).indices(values.numel())
                 return cls(state, first + start, torch.Size([end - start]))
-        raise NotImplementedError(f"{func} on optimizer states that are being saved")
+        raise NotImplementedError(f"{func} on values that are being saved")
 
 
 # Values updated at once, which bounds the memory of a step.

@@ -271,6 +271,13 @@ FIRST_VALUES = Patch(
     why="Transformer Engine 2.12 copies undrawn FP8 weights to the host: 14 GB and over ten seconds for Llama 3 8B",
     until="weights can be drawn by TransformerEngineBaseModule.reset_parameters itself",
 )
+LAYERS = Patch(
+    place="megatron.core.transformer.transformer_block",
+    names={"build_module": ("spec_or_module", "args", "kwargs")},
+    what="a layer whose weights will be sharded gives their memory back when it is built (weights.py)",
+    why="megatron-core 0.19 builds all layers of a model chunk before its caller sees one",
+    until="TransformerBlock builds layers on the meta device, and Transformer Engine's FP8 weights, too",
+)
 
 GRAPH_RECORDING = Patch(
     place="megatron.core.pipeline_parallel.schedules",

@@ -98,10 +98,13 @@ def translate_optimizer(spec: RunSpec) -> OptimizerConfig:
     return options
 
 
-def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> list[GPT]:
+def build_gpt_chunks(
+    spec: RunSpec, local_layers: LocalLayers | None = None, *, put_off_weights: bool = False
+) -> list[GPT]:
     """The `GPT`s of this pipeline rank (one, or one per virtual stage), with weights drawn from the seed.
 
-    Without TE layers are built from `local_layers`; None: megatron-core's own, compiled if the run asks for it.
+    Without TE layers are built from `local_layers`; None: megatron-core's own, compiled if the run asks for it. With
+    `put_off_weights` the matrices of layers have no memory, and whoever gives it to them draws them (`weights.draw`).
     """
     model, kernels, platform = spec.model, spec.kernels, spec.platform
     transformer_config = translate_transformer(spec)
@@ -120,7 +123,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
     chunks = []
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
-        with built_without_first_values(fp8_params=transformer_config.fp8_param):
+        with built_without_first_values(fp8_params=transformer_config.fp8_param, keeps_matrices=not put_off_weights):
             layers = build_layer_spec(spec, transformer_config, local_layers, stage)
             with named_layers(spec, "building the model"):
                 chunk = GPT(spec, transformer_config, layers, stage)
@@ -128,7 +131,7 @@ def build_gpt_chunks(spec: RunSpec, local_layers: LocalLayers | None = None) -> 
         leave_sorted(chunk)
         local_layers.attach(chunk)
         chunks.append(chunk.to(platform.device))
-    initialize_weights(chunks, model)
+    initialize_weights(chunks, model, put_off=put_off_weights)
     return chunks
 
 
@@ -148,19 +151,14 @@ class Model:
     """Parameters of the whole model, over all ranks; tied embeddings count once."""
 
     @contextmanager
-    def gathered_parameters(self) -> Iterator[None]:
-        """Inside, all ranks hold the newest parameters whole, for readers and writers outside of training steps.
+    def newest_parameters(self) -> Iterator[None]:
+        """Inside, validations, saves and loads find the newest parameters.
 
         With `overlap_param_gather` each rank has its own new shard after a step, and the next training forward pass
-        gathers the rest. A validation or a checkpoint in between would see old ones, or none if weights are sharded.
+        gathers the rest. A validation or a checkpoint in between would see old ones. Where weights are sharded a rank
+        has its part of them, and each pass gathers what it reads.
         """
-        if shards_weights(self.spec.model):
-            with ExitStack() as stack:
-                for chunk in self.chunks:
-                    stack.enter_context(chunk.weights.gathered())
-                yield
-            return
-        overlapped = self.chunks[0].ddp_config.overlap_param_gather
+        overlapped = self.chunks[0].ddp_config.overlap_param_gather and not shards_weights(self.spec.model)
         if overlapped:
             for chunk in self.chunks:
                 chunk.disable_forward_pre_hook(param_sync=True)
@@ -170,6 +168,16 @@ class Model:
             if overlapped:
                 for chunk in self.chunks:
                     chunk.enable_forward_pre_hook()
+
+    @contextmanager
+    def gathered_parameters(self) -> Iterator[None]:
+        """Inside, all ranks hold the newest parameters whole; where weights are sharded, the memory must suffice."""
+        with ExitStack() as stack:
+            stack.enter_context(self.newest_parameters())
+            if shards_weights(self.spec.model):
+                for chunk in self.chunks:
+                    stack.enter_context(chunk.weights.gathered())
+            yield
 
     @contextmanager
     def without_overlapped_exchange(self) -> Iterator[None]:
@@ -211,7 +219,7 @@ def _wrap(
 
 def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model:
     """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
-    gpt_chunks = build_gpt_chunks(spec, local_layers)
+    gpt_chunks = build_gpt_chunks(spec, local_layers, put_off_weights=shards_weights(spec.model))
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
     for feature in used_features(spec):
         feature.build_into_model(gpt_chunks)

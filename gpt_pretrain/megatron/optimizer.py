@@ -40,7 +40,6 @@ from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
-from gpt_pretrain.megatron.weights import forget_first_values
 from gpt_pretrain.run import optimizers
 
 
@@ -78,7 +77,6 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
         _exchange(optimizer, lambda part, groups: Muon(groups, *matrices_of(part, model.chunks), options))
     elif own is not None:
         _exchange(optimizer, lambda _, groups: build_own(own, spec.config, groups))
-    forget_first_values(model.chunks)
     expected = PrecisionAwareAdam.__name__ if precision_aware else optimizers.OPTIMIZERS[name].class_name
     built = {type(inner).__name__ for inner in _inner_optimizers(optimizer)}
     if not built <= {expected}:

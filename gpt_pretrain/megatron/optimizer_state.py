@@ -7,17 +7,13 @@ number. All else comes from the configuration. States in fewer bytes than fp32 a
 smallest type that holds them exactly, and read into host memory first, so runs with and without them continue from each
 other's checkpoints.
 
-A distributed optimizer lays all parameters end to end and gives each rank a stretch of that line. megatron-core 0.19
-gathers the whole line on every rank before it saves: 12 bytes of host memory per parameter, and seconds without
-training. But a stretch of a tensor laid out row by row is a few boxes (the rest of a row, whole rows, the beginning of
-a row), and torch's checkpoint format takes any boxes that make up the whole. So each rank writes and reads its own
-boxes in place. Readers assemble what they ask for, in any layout.
+megatron-core 0.19 gathers what a distributed optimizer shards on every rank before it saves: 12 bytes of host memory
+per parameter, and seconds without training. Here each rank writes and reads its own boxes (`checkpoint_boxes`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -26,14 +22,14 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, S
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import Master, Moment, StoredValues
+from gpt_pretrain.megatron.checkpoint_boxes import boxes_of_part, tensors_of
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.muon import Muon
 from gpt_pretrain.megatron.optimizer import allocate_states
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
-
-type _Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 _STATES, _MASTER = "optimizer.state.", "fp32_param"
 # Values copied to the device at once, to be stored there in fewer bytes.
@@ -121,14 +117,16 @@ def load_optimizer_state(optimizer: MegatronOptimizer, state: dict[str, Any]) ->
 
 
 @torch.no_grad()
-def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: dict[str, Any]) -> None:
+def make_masters_from_weights(optimizer: MegatronOptimizer, model: Model, weights: Mapping[Any, Any]) -> None:
     """Makes masters from weights that were loaded without an optimizer, and FP8 weights from these masters.
 
     The chunks hold the weights already; `weights` has the loaded tensors before any rounding to FP8, by chunk: `model`,
-    or `model0`, `model1`, ….
+    or `model0`, `model1`, …. Of sharded weights it has this rank's parts, by parameter (`own_parts.OwnParts.values`).
     """
     for part in _parts(optimizer):
-        if isinstance(part, DistributedOptimizer):
+        if shards_weights(model.spec.model):
+            part.take_parts(weights)
+        elif isinstance(part, DistributedOptimizer):
             part.reload_model_params({key: dict(state) for key, state in weights.items()})
         else:
             part.reload_model_params()
@@ -257,66 +255,6 @@ def _own_shards(
     for bucket in buckets:
         for parameter, ranges in bucket["param_map"].items():
             for kind, values in states_of(parameter).items():
-                for place in _tensors_of(places[parameter], f"{_STATES}{kind}.", values.dtype):
+                for place in tensors_of(places[parameter], f"{_STATES}{kind}.", values.dtype):
                     start, instance = ranges["param"].start, part.distributed_optimizer_instance_id
-                    yield from _shards(place, values, start, instance)
-
-
-def _tensors_of(
-    place: ShardedTensor | ShardedTensorFactory, prefix: str, dtype: torch.dtype
-) -> Iterator[ShardedTensor]:
-    """The tensors of a parameter in a checkpoint, without values; a SwiGLU's gate and up are two."""
-    shape = torch.empty(place.data.shape, dtype=dtype, device="meta")
-    if isinstance(place, ShardedTensorFactory):
-        built = replace(place, key=prefix + place.key, data=shape).build()
-        yield from nested_values(built if isinstance(built, dict | list) else [built])
-    else:
-        yield replace(place, key=prefix + place.key, data=shape, dtype=dtype)
-
-
-def _shards(place: ShardedTensor, values: torch.Tensor, start: int, instance: int) -> Iterator[ShardedTensor]:
-    """The boxes of a tensor, a contiguous view into a parameter, that this rank's stretch of the parameter covers.
-
-    `values`, [n], is the stretch, from `start` on. Ranks of other instances have the same.
-    """
-    assert place.data.is_contiguous(), f"{place.key} does not lie row by row in its parameter"
-    first = place.data.storage_offset()
-    low, high = max(start, first), min(start + values.numel(), first + place.data.numel())
-    at = low - start
-    ones = (1,) * place.prepend_axis_num
-    for offsets, sizes in boxes(tuple(place.local_shape), low - first, high - first):
-        num_values = prod(sizes)
-        own = (*(0,) * len(ones), *offsets)
-        yield ShardedTensor(
-            key=place.key,
-            data=values.view(-1)[at : at + num_values].view(*ones, *sizes),
-            dtype=values.dtype,
-            local_shape=(*ones, *sizes),
-            global_shape=place.global_shape,
-            global_offset=tuple(whole + offset for whole, offset in zip(place.global_offset, own, strict=True)),
-            axis_fragmentations=None,
-            # No other data parallel rank of this instance has it.
-            replica_id=(*place.replica_id[:-1], instance),
-            allow_shape_mismatch=place.allow_shape_mismatch,
-        )
-        at += num_values
-
-
-def boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[_Box]:
-    """Cuts the stretch from `start` to `end` of a tensor laid out row by row into boxes (offsets, sizes), in order."""
-    if start >= end:
-        return
-    if len(shape) <= 1:
-        yield (start,) * len(shape), (end - start,) * len(shape)
-        return
-    inner = prod(shape[1:])
-    row, within = divmod(start, inner)
-    if within or end - start < inner:
-        stop = min(end, (row + 1) * inner)
-        for offsets, sizes in boxes(shape[1:], within, stop - row * inner):
-            yield (row, *offsets), (1, *sizes)
-    else:
-        num_rows = (end - start) // inner
-        stop = start + num_rows * inner
-        yield (row, *(0,) * len(shape[1:])), (num_rows, *shape[1:])
-    yield from boxes(shape, stop, end)
+                    yield from boxes_of_part(place, values, start, instance)

@@ -155,7 +155,7 @@ class PrecisionAwareOptimizer(DistributedOptimizer):  # type: ignore[misc]  # me
         for parameter, master in self._parameters_and_masters():
             part = self._get_model_param_range_map(parameter)["param"]
             values = loaded[parameter].detach().view(-1)[part.start : part.end]
-            self.optimizer.states[master].master.write(0, values.float())
+            self.optimizer.states[master].master.write(0, values.to(master.device).float())
 
     def states(self, parameter: torch.nn.Parameter) -> Mapping[str, Master | Moment]:
         """This rank's states of a parameter, by their names in a checkpoint."""

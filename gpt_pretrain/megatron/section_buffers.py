@@ -2,8 +2,9 @@
 
 megatron-core's data parallelism lays out a buffer for each type of parameter, which it cuts into buckets of some size.
 Here a bucket is what a buffer has of one section. A buffer holds the rank's part of gradients; whole ones are in memory
-that sections use in turn (`sharded_gradients`). Each bucket has its own memory of whole weights, which they may keep or
-give back while no layer reads them (`sharded_weights`).
+that sections use in turn (`sharded_gradients`). Each bucket has its own memory of whole weights. If weights are sharded
+(`sharded_weights`), a bucket keeps the rank's part alone, and has whole weights while layers read them: after it is
+built, too, so that the whole weights of one bucket are there at a time.
 """
 
 import re
@@ -22,6 +23,9 @@ from megatron.core.distributed.param_and_grad_buffer import (
 from megatron.core.fp8_utils import is_float8tensor, modify_underlying_storage
 from megatron.core.optimizer.param_layout import FullParamLayout, PerBufferParamLayout, pad_bucket_end, pad_param_start
 
+from gpt_pretrain.config.choices import ShardingStrategy
+from gpt_pretrain.megatron.stored_weights import drop_transpose, memory_of, put_memory, put_nothing
+from gpt_pretrain.megatron.weights import draw
 from gpt_pretrain.run.sections import group_layers, place_in_turn
 
 _LAYER = re.compile(r"(?:^|\.)decoder\.layers\.(\d+)\.")
@@ -131,7 +135,8 @@ def allocate(layouts: Iterable[SectionedLayout], num_in_turn: int, dtype: torch.
 class SectionBucket(_ParamAndGradBucket):  # type: ignore[misc]
     """A bucket whose `grad_data` is memory that sections share in turn.
 
-    The memory of its `param_data`, the whole weights, can be given back (`release`); then `kept` has the rank's part.
+    The memory of its `param_data`, the whole weights, can be given back (`release`); `kept` has the rank's part then.
+    Each parameter's is its `own_part`, [n], which starts at the value `own_start` of the parameter.
     """
 
     rank: int
@@ -145,7 +150,7 @@ class SectionBucket(_ParamAndGradBucket):  # type: ignore[misc]
     own_weights: torch.Tensor
     """The rank's part of `param_data`, [values / ranks]."""
     kept: torch.Tensor
-    """The same of weights that are not whole; without memory while they are."""
+    """The same, of weights that the rank has a part of; without memory while that lies in whole weights."""
 
     def add_up(self) -> None:
         """Adds the reduced gradients of a microbatch to the sum, or begins it."""
@@ -162,6 +167,61 @@ class SectionBucket(_ParamAndGradBucket):  # type: ignore[misc]
         for parameter, (start, end) in self.param_to_index.items():
             first, last = max(start - self.rank * size, 0), min(end - self.rank * size, size)
             yield parameter, of_rank[first : max(first, last)] if first < size else of_rank[:0]
+
+    def hand_out_parts(self) -> None:
+        """Gives each parameter its `own_part`, in the whole weights."""
+        self.kept = torch.empty_like(self.own_weights)
+        _free(self.kept)
+        for parameter, part in self.parts(self.own_weights):
+            parameter.own_part = part
+            start, _ = self.param_to_index[parameter]
+            parameter.own_start = max(self.rank * self.own_weights.numel() - start, 0)
+
+    def take_part(self) -> None:
+        """Keeps the rank's part and gives the memory of whole weights back."""
+        _allocate(self.kept)
+        self.kept.copy_(self.own_weights)
+        self._refer_to(self.kept)
+        self.release()
+
+    def put_part(self) -> None:
+        """Leaves the rank's part to the weights, which must be whole."""
+        self._refer_to(self.own_weights)
+        _free(self.kept)
+
+    def _refer_to(self, of_rank: torch.Tensor) -> None:
+        for parameter, part in self.parts(of_rank):
+            parameter.own_part.data = part
+
+    def allocate(self) -> None:
+        """Takes memory for whole weights, whose values are not defined."""
+        _allocate(self.param_data)
+
+    def release(self) -> None:
+        """Gives the memory of whole weights back."""
+        _free(self.param_data)
+        for parameter in self.params_list:
+            drop_transpose(parameter)
+
+
+def is_shared(ranks: torch.distributed.ProcessGroup) -> bool:
+    """Whether there is anybody to share with; a rank that holds experts alone keeps them whole."""
+    return ranks.size() > 1
+
+
+def _allocate(tensor: torch.Tensor) -> None:
+    memory = tensor.untyped_storage()
+    if memory.resizable():
+        memory.resize_(tensor.nbytes)
+
+
+def _free(tensor: torch.Tensor) -> None:
+    """Gives memory back; if NumPy holds it, too, all that is read from it is NaN."""
+    memory = tensor.untyped_storage()
+    if memory.resizable():
+        memory.resize_(0)
+    else:
+        tensor.view(torch.uint8).fill_(0xFF)
 
 
 class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
@@ -199,11 +259,13 @@ class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         self.param_data = None
         device = torch.cuda.current_device()
         self.grad_data = torch.zeros(self.numel // self.data_parallel_world_size, dtype=grad_dtype, device=device)
+        self._whole: dict[torch.nn.Parameter, torch.Tensor] = {}
         self.buckets = [self._bucket(index, param_layout) for index in range(len(self.bucket_indices))]
         self.param_to_bucket = {parameter: bucket for bucket in self.buckets for parameter in bucket.params_list}
 
     def _bucket(self, index: int, layout: SectionedLayout) -> SectionBucket:
         start, end = self.bucket_indices[index]
+        shards_weights = self.ddp_config.data_parallel_sharding_strategy == ShardingStrategy.optim_grads_params.value
         ranks, rank = self.data_parallel_world_size, self.data_parallel_group.rank()
         bucket = SectionBucket(
             params=[parameter for parameter, (_, _, own) in self.param_index_map.items() if own == index],
@@ -223,12 +285,29 @@ class SectionedBuffer(_ParamAndGradBuffer):  # type: ignore[misc]
         for parameter, (first, last) in bucket.param_to_index.items():
             parameter.main_grad = bucket.grad_data[first:last].view(parameter.shape)
             place = bucket.param_data[first:last].view(parameter.shape)
+            if shards_weights:
+                draw(parameter)
+                drop_transpose(parameter)
             if is_float8tensor(parameter):
                 modify_underlying_storage(parameter, place)
             else:
                 place.copy_(parameter.data)
                 parameter.data = place
+        if shards_weights:
+            bucket.hand_out_parts()
+            if is_shared(self.data_parallel_group):
+                bucket.take_part()
+                for parameter in bucket.params_list:
+                    self._whole[parameter] = memory_of(parameter).detach()
+                    # megatron-core views parameters to hook into their gradients.
+                    put_nothing(parameter)
         return bucket
+
+    def put_whole_memory(self) -> None:
+        """Lets weights that are sharded refer to the memory that they have while they are whole."""
+        for parameter, memory in self._whole.items():
+            put_memory(parameter, memory)
+        self._whole.clear()
 
     def reset(self) -> None:
         """Begins the sums of a new step."""

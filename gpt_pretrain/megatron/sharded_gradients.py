@@ -24,7 +24,7 @@ An embedding that is also the head of the same chunk gets gradients at both ends
 its own. The LM head's loss computes gradients in the forward pass, so the first section opens before that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -51,6 +51,7 @@ from gpt_pretrain.megatron.section_buffers import (
     lay_out,
 )
 from gpt_pretrain.megatron.sharded_weights import WeightSection, WholeWeights
+from gpt_pretrain.megatron.stored_weights import memory_of, put_memory, put_nothing
 
 
 class _BucketGroup(_ParamAndGradBucketGroup):  # type: ignore[misc]
@@ -170,6 +171,8 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         allocate(layout.layouts.values(), len(sections) - tied, dtype)
         with patched(GRADIENT_BUFFERS, _ParamAndGradBuffer=SectionedBuffer, partition_buckets=_partition):
             super().__init__(config, ddp_config, module, full_param_layout=layout)
+        for buffer in (*self.buffers, *self.expert_parallel_buffers):
+            buffer.put_whole_memory()
         self.names = names
         self._groups: list[_BucketGroup] = self.bucket_groups + self.expert_parallel_bucket_groups
         self.sections = [_Section(self, [], []) for _ in sections]
@@ -268,8 +271,6 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
         super().zero_grad_buffer()
         for parameter, gradient in self._whole.items():
             parameter.main_grad = gradient
-        if self.weights is not None:
-            self.weights.begin_step()
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Ends a step's exchanges: `main_grad` becomes the rank's part, [n], of each parameter's gradient.
@@ -313,24 +314,49 @@ class ShardedGradients(DistributedDataParallel):  # type: ignore[misc]
 
 
 class _PartReader(DistributedOptimizer):  # type: ignore[misc]
-    """Reads `main_grad` as the rank's part of a gradient, and writes the rank's part of weights that are sharded."""
+    """Reads `main_grad` as the rank's part of a gradient, and works on the rank's part of weights that are sharded."""
 
     _reads_parts = False
 
     @classmethod
-    def _build_model_and_main_param_groups(cls, *args: Any, **kwargs: Any) -> Any:
-        groups = super()._build_model_and_main_param_groups(*args, **kwargs)
-        of_model_16, of_model_32, of_rank_16, of_rank_32, _ = groups
+    def _build_model_and_main_param_groups(
+        cls, gbuf_ranges: Any, param_gbuf_map: Any, opt_group_ranges: Any, config: Any
+    ) -> Any:
+        sharded = {
+            parameter: memory_of(parameter).detach()
+            for group in opt_group_ranges
+            for parameter in group["params"]
+            if hasattr(parameter, "own_part")
+        }
+        for parameter in sharded:
+            # megatron-core takes parts of whole weights.
+            put_nothing(parameter)
+        groups = super()._build_model_and_main_param_groups(gbuf_ranges, param_gbuf_map, opt_group_ranges, config)
+        for parameter, whole in sharded.items():
+            put_memory(parameter, whole)
+        of_model_16, of_model_32, of_rank_16, of_rank_32, masters = groups
         for parameter, part in (*pairs_of_groups(of_model_16, of_rank_16), *pairs_of_groups(of_model_32, of_rank_32)):
-            if hasattr(parameter, "own_part") and not is_float8tensor(parameter):
+            if parameter in sharded and not is_float8tensor(parameter):
                 # What the optimizer writes moves with it.
-                parameter.own_part = part
+                part.data, parameter.own_part = parameter.own_part, part
+        for parameter, master in pairs_of_groups(of_model_16, masters):
+            if parameter in sharded and not is_float8tensor(parameter):
+                master.copy_(parameter.own_part)
         return groups
 
     def _copy_model_grads_to_main_grads(self) -> None:
         self._reads_parts = True
         super()._copy_model_grads_to_main_grads()
         self._reads_parts = False
+
+    def take_parts(self, parts: Mapping[torch.nn.Parameter, torch.Tensor]) -> None:
+        """Sets the masters from parts of weights, [n] each, that were loaded without masters."""
+        self._reads_parts = True
+        self.reload_model_params(parts)
+        self._reads_parts = False
+
+    def _build_model_param_to_state_dict_param_map(self, state_dict: Any) -> Any:
+        return state_dict if self._reads_parts else super()._build_model_param_to_state_dict_param_map(state_dict)
 
     def _get_model_param_range_map(self, param: torch.nn.Parameter) -> dict[str, Range]:
         ranges: dict[str, Range] = super()._get_model_param_range_map(param)

@@ -12,9 +12,9 @@ good again as soon as the section is. Gathering takes one collective for each se
 same order on all of them. Transposes of FP8 weights, which Transformer Engine's products read on Hopper, are made by
 each pass and go with the section.
 
-Outside of training steps all are whole at once (`WholeWeights.gathered`): checkpoints, validations and whatever else
-reads or writes weights find them as in a run without sharding. So it is from the building of a model until its first
-step.
+No rank ever has the whole model: not at a start either, when each section is drawn and shared out before the next one
+(`section_buffers`), nor in a save or a load, which take the rank's parts (`own_parts`). A validation passes through the
+sections as a step does. Only what an extension's callbacks read is whole all at once (`WholeWeights.gathered`).
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,31 +22,20 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from gpt_pretrain.megatron import section_buffers
 from gpt_pretrain.megatron.section_buffers import SectionBucket
-from gpt_pretrain.megatron.stored_weights import StoredWeight
-
-
-def is_shared(ranks: torch.distributed.ProcessGroup) -> bool:
-    """Whether there is anybody to share with; a rank that holds experts alone keeps them whole."""
-    return ranks.size() > 1
 
 
 class WeightSection:
     """The weights of a section; `groups` are its buckets, with the ranks that share each of them."""
 
     def __init__(self, groups: Sequence[tuple[torch.distributed.ProcessGroup, Sequence[SectionBucket]]]) -> None:
-        self._groups = [(ranks, buckets) for ranks, buckets in groups if is_shared(ranks)]
+        self._groups = [(ranks, buckets) for ranks, buckets in groups if section_buffers.is_shared(ranks)]
         self._exchanges: list[Any] = []
-        self.is_whole = True
+        self.is_whole = False
         """Or will be, once `wait` was called."""
-        for bucket in (bucket for _, buckets in groups for bucket in buckets):
-            bucket.kept = torch.empty_like(bucket.own_weights)
-            _free(bucket.kept)
-            for parameter, part in bucket.parts(bucket.own_weights):
-                parameter.own_part = part
 
     def _buckets(self) -> Iterator[tuple[torch.distributed.ProcessGroup, SectionBucket]]:
         for ranks, buckets in self._groups:
@@ -56,36 +45,22 @@ class WeightSection:
     def take_parts(self) -> None:
         """Keeps the rank's part and gives the memory of whole weights back."""
         for _, bucket in self._buckets():
-            _allocate(bucket.kept)
-            bucket.kept.copy_(bucket.own_weights)
-            _refer_to(bucket, bucket.kept)
-        self.release()
+            bucket.take_part()
+        self.is_whole = False
 
     def put_parts(self) -> None:
         """Leaves the rank's part to the weights, which must be whole."""
         for _, bucket in self._buckets():
-            _refer_to(bucket, bucket.own_weights)
-            _free(bucket.kept)
+            bucket.put_part()
 
     def gather(self) -> None:
         """Begins to make the weights whole."""
-        for _, bucket in self._buckets():
-            _allocate(bucket.param_data)
-        self._exchange("kept")
-
-    def gather_in_place(self) -> None:
-        """Makes whole weights follow the parts that their ranks have written there."""
-        self._exchange("own_weights")
-        self.wait()
-
-    def _exchange(self, part: str) -> None:
         assert not self._exchanges
         for ranks, buckets in self._groups:
             with _coalescing_manager(ranks, async_ops=True) as handle:
                 for bucket in buckets:
-                    torch.distributed.all_gather_into_tensor(
-                        bucket.param_data, getattr(bucket, part), group=ranks, async_op=True
-                    )
+                    bucket.allocate()
+                    torch.distributed.all_gather_into_tensor(bucket.param_data, bucket.kept, group=ranks, async_op=True)
             self._exchanges.append(handle)
         self.is_whole = True
 
@@ -113,29 +88,8 @@ class WeightSection:
         # Memory that an exchange still writes must not be given to others.
         self.wait()
         for _, bucket in self._buckets():
-            _free(bucket.param_data)
-            for parameter in bucket.params_list:
-                if is_float8tensor(parameter) and not isinstance(parameter, StoredWeight):
-                    parameter.update_usage(rowwise_usage=True, columnwise_usage=False)
+            bucket.release()
         self.is_whole = False
-
-
-def _allocate(tensor: torch.Tensor) -> None:
-    if tensor.is_cuda:
-        tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
-
-
-def _free(tensor: torch.Tensor) -> None:
-    """Gives memory back; on a CPU, where others may hold it through NumPy, all that is read from it is NaN."""
-    if tensor.is_cuda:
-        tensor.untyped_storage().resize_(0)
-    else:
-        tensor.view(torch.uint8).fill_(0xFF)
-
-
-def _refer_to(bucket: SectionBucket, of_rank: torch.Tensor) -> None:
-    for parameter, part in bucket.parts(of_rank):
-        parameter.own_part.data = part
 
 
 class WholeWeights:
@@ -155,8 +109,8 @@ class WholeWeights:
         self._lasting = lasting
         self._prefetches = prefetches
         self._at: int | None = None
-        self.are_all = True
-        """Outside of steps."""
+        self.are_all = False
+        """Inside `gathered`."""
         self.num_off = torch.zeros((), dtype=torch.int64, device=torch.cuda.current_device())
         """Parts that were read inside `counted` and are not those that their ranks keep, int64 []."""
         self._is_counted = False
@@ -214,24 +168,16 @@ class WholeWeights:
             self._is_counted = False
 
     def forget(self) -> None:
-        """The parts were written: whole weights follow them at once outside of steps, and when they are read inside."""
+        """The parts were written: whole weights are gathered anew when they are read."""
+        assert not self.are_all, "nothing is written while all are whole"
         self._at = None
         for section in self._all:
-            if self.are_all:
-                section.gather_in_place()
-            elif section.is_whole:
+            if section.is_whole:
                 section.release()
-
-    def begin_step(self) -> None:
-        """From here on weights are whole in turn."""
-        if self.are_all:
-            for section in self._all:
-                section.take_parts()
-            self.are_all = False
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, all weights are whole, and what is written to them stays."""
+        """Inside, all weights are whole at once, and what is written to them stays."""
         if self.are_all:
             yield
             return
@@ -244,4 +190,6 @@ class WholeWeights:
         try:
             yield
         finally:
-            self.begin_step()
+            for section in self._all:
+                section.take_parts()
+            self.are_all = False

@@ -31,7 +31,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import torch
-from megatron.core.fp8_utils import quantize_param_shard
+from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from torch.utils._pytree import tree_leaves, tree_map
 
 from gpt_pretrain.config.errors import UserError
@@ -46,6 +46,8 @@ type _Masters = Sequence[torch.Tensor | None]
 type _Starts = Sequence[int | None]
 type _Group = torch.distributed.ProcessGroup
 
+# In E4M3.
+_NAN_CODE = 0x7F
 # Values that are cast at once; meanwhile each takes four bytes.
 _PIECE = 2**24
 # What is used of TE, with the parameters passed by name; compiled functions do not tell theirs.
@@ -159,9 +161,44 @@ def own_codes(weight: Any, start: int, size: int) -> torch.Tensor:
     own: torch.Tensor | None = getattr(weight, "own_part", None)
     if own is not None:
         return own
-    names = [name for name in ("codes", "_data", "_rowwise_data") if hasattr(weight, name)]
-    whole: torch.Tensor = getattr(weight, names[0])
-    return whole.reshape(-1)[start : start + size]
+    return memory_of(weight).reshape(-1)[start : start + size]
+
+
+def memory_of(weight: Any) -> torch.Tensor:
+    """The tensor that a weight's values lie in: the codes of one that is stored in FP8, otherwise itself."""
+    name = _name_of_codes(weight)
+    memory: torch.Tensor = weight if name is None else getattr(weight, name)
+    return memory
+
+
+def put_memory(weight: Any, memory: torch.Tensor) -> None:
+    """Lets a weight's values lie in a tensor of its shape, without copying them."""
+    match _name_of_codes(weight):
+        case "codes":
+            weight.codes = memory
+        case "_data":
+            weight._data = memory
+        case "_rowwise_data":
+            weight._rowwise_data = memory
+        case None:
+            weight.data = memory
+
+
+def put_nothing(weight: Any) -> None:
+    """Lets one value, NaN, stand for all of a weight's: nothing can be viewed of a weight without memory."""
+    memory = memory_of(weight).detach()
+    nan = memory.new_full((), _NAN_CODE) if memory.dtype is torch.uint8 else memory.new_full((), torch.nan)
+    put_memory(weight, nan.expand(memory.shape))
+
+
+def _name_of_codes(weight: Any) -> str | None:
+    return next((name for name in ("codes", "_data", "_rowwise_data") if hasattr(weight, name)), None)
+
+
+def drop_transpose(weight: Any) -> None:
+    """Frees the transpose of a weight that TE has stored in FP8; products that need one make it again."""
+    if is_float8tensor(weight) and not isinstance(weight, StoredWeight):
+        weight.update_usage(rowwise_usage=True, columnwise_usage=False)
 
 
 def _cast_stored(weights: Sequence[StoredWeight], masters: _Masters, starts: _Starts, group: _Group) -> None:

@@ -58,7 +58,7 @@ ITEMS = (
     "activations",
     "logits and loss",
     "backward pass",
-    "whole weights",
+    "first values",
     "uneven experts",
     "gradients in fp32",
     "placeholders of gradients",
@@ -266,16 +266,20 @@ def _placeholder_bytes(spec: RunSpec, stage: Stage) -> float:
     return sum(2.0 * rows * columns for rows, columns in shapes)
 
 
-def _whole_weights_bytes(spec: RunSpec, stage: Stage, items: Mapping[str, float]) -> float:
-    """What sharded weights take beside `items` while all are whole.
+def _start_bytes(spec: RunSpec, stage: Stage, items: Mapping[str, float]) -> float:
+    """What a start with sharded weights takes beside `items`, before there are moments and activations.
 
-    A save or a validation makes them so, and keeps few activations. A run starts with them, and FP8 weights keep the
-    values that they were drawn as until masters are made; there are no moments yet.
+    First each section is drawn whole and shared out, and embedding and head are whole until it is their turn. Then
+    come masters, in fp32 whatever they are stored in later. One matrix at a time is drawn, in fp32 and the run's
+    precision: FP8 weights once more for their masters (`megatron.weights`).
     """
-    own = items["weights"] + items.get("FP8 weights", 0.0)
-    whole = own * stage.num_parameters / stage.optimizer_parameters(spec)
-    drawn = element_bytes(spec) * stage.fp8_weights if items.get("FP8 weights") else 0.0
-    return max(whole, whole + drawn - own - items["moments"] - items["weights being read"])
+    element, own = element_bytes(spec), stage.optimizer_parameters(spec)
+    table = padded_vocab_size(spec.model) * spec.model.hidden_size
+    largest = max(table, *(linear.num_weights * spec.layout.tp for linear in stage.linears))
+    matrix = (4 + element) * largest
+    drawing = items["weights being read"] + 2 * element * table // spec.layout.tp
+    masters = 4.0 * own if element == 2 else 0.0
+    return max(drawing, masters) + matrix - items["masters"] - items["moments"] - items["weights being read"]
 
 
 def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
@@ -288,7 +292,7 @@ def _stage_memory(spec: RunSpec, stage: Stage) -> StageMemory:
         copies = 4 * stage.optimizer_parameters(spec)
     at_once: tuple[dict[str, float], ...] = (
         {"gradients in fp32": copies, "orthogonalization": orthogonalization_bytes(spec, stage)},
-        {"whole weights": _whole_weights_bytes(spec, stage, items) if shards_weights(model) else 0.0},
+        {"first values": _start_bytes(spec, stage, items) if shards_weights(model) else 0.0},
         {**even, "uneven experts": uneven_peak - sum(even.values())},
     )
     sizes = [sum(each.values()) for each in at_once]

@@ -21,12 +21,14 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.module import MegatronModule
 
+from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import write_file
 from gpt_pretrain.config.json_objects import to_json_value
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.own_parts import read_own_part
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.megatron.whole_layers import without_graphs
@@ -170,10 +172,11 @@ def named_weights(chunk: MegatronModule) -> Iterator[tuple[str, torch.nn.Paramet
 def weights_are_finite(model: Model) -> bool:
     """Whether no weight of any rank is NaN or infinite; every rank calls it and waits for the device."""
     total = torch.zeros(1, device=torch.cuda.current_device())
-    with model.gathered_parameters():
+    with model.newest_parameters():
         for chunk in model.gpt_chunks:
             for parameter in chunk.parameters():
-                total += 0.0 * parameter.detach().abs().sum(dtype=torch.float32)
+                values = read_own_part(parameter) if shards_weights(model.spec.model) else parameter.detach()
+                total += 0.0 * values.abs().sum(dtype=torch.float32)
     torch.distributed.all_reduce(total)
     return bool(torch.isfinite(total).item())
 

@@ -77,7 +77,7 @@ def generate_tokens(
 ) -> list[int]:
     """Continues a prompt of at least one token; every rank calls it and gets the same tokens.
 
-    `chunks` are this rank's model as the schedules take it, its parameters gathered (`Model.gathered_parameters`).
+    `chunks` are this rank's model as the schedules take it, inside `Model.newest_parameters`.
     `vocab_size` counts the tokenizer's ids, without the rows that pad the embedding. The text ends after `end_token`,
     at the training sequence length, or when the logits of a diverged model are not finite.
     `generate.GenerateArguments` documents the other arguments.
@@ -147,7 +147,7 @@ def write_sample(config: Config, corpus: Corpus, model: Model) -> str | None:
     sample, tokenizer = config.sample, corpus.tokenizer
     if tokenizer is None or sample.max_new_tokens == 0:
         return None
-    with model.gathered_parameters(), without_user_buffers(model.gpt_chunks):
+    with model.newest_parameters(), without_user_buffers(model.gpt_chunks):
         tokens = generate_tokens(
             model.chunks,
             config.model,

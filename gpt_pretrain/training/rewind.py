@@ -126,7 +126,7 @@ def take_back(checkpoint: VerifiedCheckpoint, *, next_sample: int, given_up_at: 
 
 
 def go_back(setup: Setup, request: GoBack, progress: TrainingProgress) -> tuple[Restored, RewindRecord]:
-    """Restores a checkpoint; every rank calls it, with gathered parameters (`Model.gathered_parameters`).
+    """Restores a checkpoint; every rank calls it inside `Model.newest_parameters`.
 
     Raises:
         TooManySpikesError: The remaining samples would not last to the end of the run.

@@ -147,7 +147,7 @@ def validate(
 ) -> float:
     """Mean loss in nats per token over `num_batches` global batches; the same number on all ranks.
 
-    Parameters must be gathered (`Model.gathered_parameters`). `on_batch` is called before each batch.
+    Call it inside `Model.newest_parameters`. `on_batch` is called before each batch.
     """
     model.eval()
     total = torch.zeros(2, device=torch.cuda.current_device())

@@ -120,7 +120,7 @@ class Trainer:
             self._callbacks.start()
             if self.config.checkpoint.async_save and self.config.checkpoint.save_interval is not None:
                 # The first save need not wait for host memory then. A run that saves only by the clock may end before.
-                with self._watchdog.busy("reserving host memory"), self._trainable.model.gathered_parameters():
+                with self._watchdog.busy("reserving host memory"), self._trainable.model.newest_parameters():
                     self._saver.reserve()
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
@@ -215,7 +215,7 @@ class Trainer:
         if self._validation is None:
             return
         self._log_fp8()
-        with self._meter.paused(), self._trainable.model.gathered_parameters():
+        with self._meter.paused(), self._trainable.model.newest_parameters():
             loss = self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
             self.progress = replace(self.progress, validation_loss=loss if math.isfinite(loss) else None)
             self._callbacks.validation(self.progress.step)
@@ -245,8 +245,8 @@ class Trainer:
             fp8_proofs=self._proofs.number,
             sources=self._setup.train_data.consumed(self.progress.consumed_samples),
         )
-        gathered = self._trainable.model.gathered_parameters()
-        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), gathered:
+        newest = self._trainable.model.newest_parameters()
+        with self._watchdog.busy("saving a checkpoint"), self._meter.paused(), newest:
             self._log_saves(self._saver.wait())
             outcomes = self._saver.save(progress, by_clock=by_clock)
         self._log_saves(outcomes)
@@ -309,7 +309,7 @@ class Trainer:
     def _go_back(self, request: GoBack) -> None:
         """Restores a checkpoint, to continue with the samples after the spike."""
         self._log_fp8()
-        with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.gathered_parameters():
+        with self._watchdog.busy("going back behind a loss spike"), self._trainable.model.newest_parameters():
             restored, record = go_back(self._setup, request, self.progress)
         self.progress = restored.progress
         self._proofs.restored(restored.fp8_digests)

@@ -86,7 +86,7 @@ def main() -> None:
         with CheckpointSaver(folder / "checkpoints", training.trainable, training.config, {}) as saver:
             for step, (name, sabotage) in enumerate(CASES.items(), start=1):
                 with rank_1_has(*sabotage):
-                    with training.trainable.model.gathered_parameters():
+                    with training.trainable.model.newest_parameters():
                         outcomes = saver.save(TrainingProgress(step=step, consumed_samples=4 * step))
                     num_polls = 0
                     while not outcomes:
