@@ -99,12 +99,12 @@ def test_experiment_refuses_another_world_size(experiment, world_size, broken_ru
     ("experiment", "gpu", "fp8"),
     [
         *itertools.product(CLUSTER, ["h100", "h200"], ["none", "delayed", "tensorwise"]),
-        # BF16 weights beside their FP8 copies take the most.
         *((name, "h100", "delayed") for name in EXPERIMENTS if name.endswith("_8gpu") and name not in NOT_ON_H100),
     ],
 )
 def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8, broken_rules):
-    overrides = [f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"]
+    # BF16 weights beside their FP8 copies take the most.
+    overrides = [f"experiment={experiment}", f"fp8={fp8}", "model.fp8_params=false", f"plan.gpu={gpu}"]
     assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []
     config = load_config(overrides)
     planned = build_plan(config)
@@ -225,7 +225,8 @@ def test_smoke_runs_and_keeps_no_checkpoint(tmp_path):
 
 def test_the_preset_of_the_readme_trains_on_eight_processes_as_on_one(tmp_path):
     """Llama 3 8B's layers, layout and batches, made narrow: TP 2 with sequence parallelism, DP 4, emulated FP8."""
-    run = ["experiment=llama3_8b_8gpu", "fp8=delayed", "model.fp8_emulate=true", *NARROW_LLAMA]
+    run = ["experiment=llama3_8b_8gpu", "fp8=delayed", "model.fp8_params=false", "model.fp8_emulate=true"]
+    run += NARROW_LLAMA
     losses = []
     for num_ranks, layout in ((8, []), (1, ["parallelism=single", "trainer.devices=1", *NO_OVERLAP])):
         run_dir = tmp_path / f"{num_ranks}_ranks"
@@ -256,3 +257,10 @@ def test_the_default_model_learns_without_a_leap(tmp_path, cache_dir):
     lowest = itertools.accumulate(losses, min)
     assert max(loss - low for loss, low in zip(losses, lowest, strict=True)) < 0.7
     assert losses[-1] < losses[0] - 0.7, "it learns"
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_8gpu")])
+@pytest.mark.parametrize("fp8", ["none", "delayed"])
+def test_weights_of_eight_gpus_are_stored_as_layers_compute(experiment, fp8):
+    model = load_config([f"experiment={experiment}", f"fp8={fp8}"]).model
+    assert model.fp8_params is (fp8 != "none" and model.num_moe_experts is None)
