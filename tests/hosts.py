@@ -70,7 +70,7 @@ def two_hosts(
         on_gpus: Each host has two GPUs of this machine; or else none.
         faults: Of the ranks of each host.
     """
-    port = _free_port()
+    port = free_port()
     with ExitStack() as stack:
         hosts = []
         for number, name in enumerate(NAMES):
@@ -97,7 +97,7 @@ def on_host(name: str, arguments: Sequence[str], faults: Sequence[Fault] = ()) -
     return ["tests/programs/other_host.py", name, json.dumps(faults), *arguments]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port: int = free.getsockname()[1]
     return port
