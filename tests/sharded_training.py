@@ -102,7 +102,8 @@ GPU_CASES: dict[str, tuple[int, Sequence[str]]] = {
     "tensorwise, stored on GPUs": (2, ("fp8=tensorwise", "model.fp8_params=true")),
     "blockwise, stored on GPUs": (2, ("fp8=blockwise", "model.fp8_params=true", "model.hidden_size=128")),
     "tied on GPUs": (2, (*_TIED, "fp8=delayed", "model.fp8_params=true")),
-    "experts on GPUs": (2, ("model.expert_model_parallel_size=2", *_EXPERTS)),
+    # All four experts: sums in any order would choose others for some tokens.
+    "experts on GPUs": (2, ("model.expert_model_parallel_size=2", *_EXPERTS, "model.moe_router_topk=4")),
 }
 
 
