@@ -52,9 +52,11 @@ def _architecture(source: Source, translation: Translation) -> None:
     fused = "bias_swiglu_fusion" if gated else "bias_gelu_fusion"
     # megatron-core's fused bias and GELU is the tanh form; without it torch's is exact.
     tanh = source.get("add_bias_linear") and source.get("bias_gelu_fusion")
-    activation = "swiglu" if gated else "gelu_tanh" if tanh else "gelu"
-    how = "" if gated else f"GELU's {'tanh form, which its fused kernel computes' if tanh else 'exact form'}"
-    translation.derive(source, "model.activation", activation, "swiglu", "bias_gelu_fusion", how=how)
+    squared = bool(source.get("squared_relu"))
+    activation = "swiglu" if gated else "squared_relu" if squared else "gelu_tanh" if tanh else "gelu"
+    gelu = f"GELU's {'tanh form, which its fused kernel computes' if tanh else 'exact form'}"
+    how = "" if gated or squared else gelu
+    translation.derive(source, "model.activation", activation, "swiglu", "squared_relu", "bias_gelu_fusion", how=how)
     if fused in source.given:
         translation.derive(source, "model.bias_activation_fusion", source.get(fused), fused)
     bias = bool(source.get("add_qkv_bias")) and not source.get("add_bias_linear")
