@@ -112,22 +112,48 @@ def import_hf(source: Path, out: Path) -> str:
         rules = tensor_rules(config.model, architecture)
         _check_tensors(source, published, rules)
         tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
-        check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
-        with out_directory(out) as directory:
-            write_weights(directory, tensors, num_layers=config.model.num_layers)
-            if tokenizer is not None:
-                tokenizer.save(directory / TOKENIZER_FILE)
-            files = hash_files(directory, [path.name for path in directory.iterdir()])
-            write_manifest(directory, _manifest(config, tokenizer, files))
-            _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
+        write_imported(out, tensors, config, fields, source=source, tokenizer=tokenizer)
         # Without the rows that pad the vocabulary.
         num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
     return (
         f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {', '.join(sorted(types))}\n"
-        f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
+        + how_to_continue(out)
         + ("  no tokenizer.json found: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
     )
+
+
+def how_to_continue(out: Path) -> str:
+    """The line that says how a run starts from what was imported."""
+    return (
+        f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
+    )
+
+
+def write_imported(
+    out: Path,
+    tensors: Sequence[PlannedTensor],
+    config: Config,
+    fields: Mapping[str, Any],
+    *,
+    source: Path,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Writes a checkpoint of weights with its manifest, and the experiment that starts from it.
+
+    `fields` are those of `model.` that the experiment sets; its comment names `source`.
+
+    Raises:
+        UserError: There is no space for it, or the directory cannot be written.
+    """
+    check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
+    with out_directory(out) as directory:
+        write_weights(directory, tensors, num_layers=config.model.num_layers)
+        if tokenizer is not None:
+            tokenizer.save(directory / TOKENIZER_FILE)
+        files = hash_files(directory, [path.name for path in directory.iterdir()])
+        write_manifest(directory, _manifest(config, tokenizer, files))
+        _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
 
 
 def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule]) -> None:
@@ -171,6 +197,11 @@ def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
     """The default configuration of a run with the imported model, which must pass this application's rules."""
     config = load_config(["model=base", *(f"model.{name}={written(value)}" for name, value in fields.items())])
+    return checked_config(config, out, tokenizer, precision)
+
+
+def checked_config(config: Config, out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
+    """A configuration with an imported model's tokenizer and type; a ConfigError if the model breaks a rule."""
     model, kind = config.model, TokenizerLibrary.none if tokenizer is None else TokenizerLibrary.file
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))

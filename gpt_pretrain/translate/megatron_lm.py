@@ -325,7 +325,7 @@ def _saves(source: Source, translation: Translation) -> None:
         shown = ", ".join(source.shown(name) for name in loads)
         more = [source.given[name] for name in ("finetune", "no_load_optim", "no_load_rng") if name in source.given]
         there = f"training went on from that checkpoint{' with ' if more else ''}{', '.join(more)}"
-        here = "Megatron-LM's checkpoints are not read; checkpoint.init_from and resume take this program's own"
+        here = "python -m gpt_pretrain.import_megatron imports its weights, for checkpoint.init_from"
         translation.lose(shown, there, here)
     elif source.get("load") is not None:
         translation.not_needed.append((source.shown("load"), "a run resumes from its own run_dir (checkpoint.resume)"))
