@@ -13,7 +13,10 @@ from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.common import save_common
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 
@@ -71,6 +74,7 @@ def build_gpt(arguments: Mapping[str, Any], *, rows: int | None = None) -> GPTMo
     """This rank's part of the model; inside of `process_groups`. `rows` pad the vocabulary otherwise."""
     model_parallel_cuda_manual_seed(1)
     swiglu, experts = arguments["swiglu"], arguments.get("num_experts")
+    te = arguments.get("transformer_impl") == "transformer_engine"
     activation = torch.nn.functional.silu if swiglu else lambda x: torch.nn.functional.gelu(x, approximate="tanh")
     config = TransformerConfig(
         num_layers=arguments["num_layers"],
@@ -93,17 +97,25 @@ def build_gpt(arguments: Mapping[str, Any], *, rows: int | None = None) -> GPTMo
         moe_router_dtype="fp32",
         hidden_dropout=0.0,
         attention_dropout=0.0,
-        use_cpu_initialization=True,
+        use_cpu_initialization=not te,
+        moe_grouped_gemm=te and experts is not None,
+        bf16=te,
+        fp8=arguments.get("fp8"),
         params_dtype=arguments["params_dtype"],
         pipeline_dtype=arguments["params_dtype"],
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
     )
-    spec = get_gpt_layer_local_spec(
-        num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
-    )
+    if te:
+        spec = get_gpt_layer_with_transformer_engine_spec(
+            num_experts=experts, moe_grouped_gemm=experts is not None, qk_layernorm=config.qk_layernorm
+        )
+    else:
+        spec = get_gpt_layer_local_spec(
+            num_experts=experts, qk_layernorm=config.qk_layernorm, normalization=config.normalization
+        )
     # Experts' norm has the name that Transformer Engine's layers give it, unless a test wants the local one.
-    if experts and not arguments.get("local_names"):
+    if experts and not te and not arguments.get("local_names"):
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
     return GPTModel(
         config,
@@ -172,5 +184,7 @@ def load_gpt(path: Path, arguments: Mapping[str, Any], *, rows: int | None = Non
 @torch.no_grad()
 def logits_of(model: GPTModel, tokens: torch.Tensor) -> torch.Tensor:
     """[b, s, vocab / TP] of a model that is whole on this rank."""
-    logits: torch.Tensor = model.eval()(tokens, torch.arange(tokens.size(1)).expand_as(tokens), None)
+    tokens = tokens.to(next(model.parameters()).device)
+    positions = torch.arange(tokens.size(1), device=tokens.device).expand_as(tokens)
+    logits: torch.Tensor = model.eval()(tokens, positions, None)
     return logits

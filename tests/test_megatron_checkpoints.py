@@ -4,12 +4,14 @@ megatron-core's own code writes and reads the other side: a plain GPTModel (`tes
 """
 
 import argparse
+import shlex
 import shutil
 import zipfile
 from functools import partial
 
 import pytest
 import torch
+from megatron.training import checkpointing
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, PlannedTensor, write_weights
@@ -24,10 +26,11 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron_lm.arguments import arguments_of, fields_of
 from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.translate.megatron_arguments import megatron_parser
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import hostile_pickles
 from tests.megatron_checkpoints import EXPERTS, LLAMA, MODELS, NEMO, load_gpt, logits_of, save_gpt
-from tests.saved_models import FAMILIES, build_trainable, small_config
+from tests.saved_models import FAMILIES, build_trainable, save, small_config
 
 TOKENS = torch.arange(64).view(2, 32) * 3 % 250
 LLAMA_KEYS = (
@@ -255,6 +258,20 @@ def test_arguments_of_each_family_mean_the_same_model(family):
     model = small_config(*FAMILIES[family]).model
     fields = fields_of(vars(arguments_of(model, torch.float32, "here")), "there")
     expected = {key: text for key, text in describe_weights(model).items() if key != "model.vocab_size"}
+    assert {key: written(fields[key][0]) for key in expected} == expected
+
+
+@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe"])
+def test_megatron_lm_builds_the_model_from_what_is_exported_and_printed(family, tmp_path, capsys):
+    config = small_config(*FAMILIES[family])
+    export_model(save(tmp_path, config, build_trainable(config), {}), tmp_path / "there")
+    printed = capsys.readouterr().out.partition("load with: ")[2]
+    arguments, unknown = megatron_parser().parse_known_args(shlex.split(printed))
+    assert not unknown
+    assert checkpointing.read_metadata(str(tmp_path / "there" / "latest_checkpointed_iteration.txt")) == (0, True)
+    arguments, _ = checkpointing.load_args_from_checkpoint(arguments)
+    fields = fields_of(vars(arguments), "there")
+    expected = {key: text for key, text in describe_weights(config.model).items() if key != "model.vocab_size"}
     assert {key: written(fields[key][0]) for key in expected} == expected
 
 

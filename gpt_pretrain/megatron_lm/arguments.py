@@ -170,6 +170,21 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
     return Namespace(**arguments)
 
 
+def options_beside(model: ModelConfig) -> list[str]:
+    """Options for what Megatron-LM's --use-checkpoint-args leaves to the command line (`load_args_from_checkpoint`)."""
+    options = ["--use-checkpoint-args", "--norm-epsilon", show(model.layernorm_epsilon)]
+    if model.qk_layernorm:
+        options.append("--qk-layernorm")
+    if model.rope_scaling_factor is not None:
+        options += ["--use-rope-scaling", "--rope-scaling-factor", show(model.rope_scaling_factor)]
+    if model.activation is Activation.gelu:
+        # Fused with the bias it would be the tanh form.
+        options.append("--no-bias-gelu-fusion")
+    if model.num_moe_experts is not None:
+        options += ["--moe-router-dtype", "fp32"]
+    return options
+
+
 def imported_fields(config: Config) -> dict[str, Any]:
     """The fields of `model.` that an imported model's experiment sets."""
     values = config_to_dict(config)["model"]

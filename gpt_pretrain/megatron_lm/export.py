@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, PlannedTensor, open_checkpoint, write_weights
-from gpt_pretrain.config.errors import ConfigError, UserError, counted, visible
+from gpt_pretrain.config.errors import ConfigError, UserError, counted, shell_word, visible
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.huggingface.export import (
     check_average,
@@ -25,7 +25,7 @@ from gpt_pretrain.huggingface.export import (
     read_mean,
 )
 from gpt_pretrain.huggingface.tensors import differences
-from gpt_pretrain.megatron_lm.arguments import arguments_of
+from gpt_pretrain.megatron_lm.arguments import arguments_of, options_beside
 from gpt_pretrain.megatron_lm.folder import COMMON, TRACKER
 from gpt_pretrain.megatron_lm.tensors import ModelTensor, empty_extra_states, model_tensors
 
@@ -90,5 +90,5 @@ def export_megatron(
         f"written: {visible(str(out))}\n"
         f"  {num_parameters:,} parameters in {names}, {num_bytes:,} bytes\n"
         + (f"  weights: the mean of {counted(len(read), 'checkpoint')}\n" if average else "")
-        + "  load with Megatron-LM's --load, --use-checkpoint-args and the tokenizer of the training data\n"
+        + f"load with: --load {shell_word(str(out))} {' '.join(options_beside(model))}\n"
     )

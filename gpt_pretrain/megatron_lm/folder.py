@@ -78,7 +78,7 @@ def find_checkpoint(path: Path) -> Path:
     if backend != "torch_dist":
         raise UserError(
             f"{inside / _CONFIG}: sharded_backend={show(backend)} is not read; have the program that wrote it save it "
-            "as torch_dist (--dist-ckpt-format)"
+            "as torch_dist (--ckpt-format torch_dist)"
         )
     if (inside / MANIFEST).is_file() or not (inside / _INDEX).is_file():
         raise UserError(_what_it_is(inside))
