@@ -30,7 +30,7 @@ from gpt_pretrain.translate.megatron_arguments import megatron_parser
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import hostile_pickles
 from tests.megatron_checkpoints import EXPERTS, LLAMA, MODELS, NEMO, load_gpt, logits_of, save_gpt
-from tests.saved_models import FAMILIES, build_trainable, save, small_config
+from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config
 
 TOKENS = torch.arange(64).view(2, 32) * 3 % 250
 LLAMA_KEYS = (
@@ -273,6 +273,16 @@ def test_megatron_lm_builds_the_model_from_what_is_exported_and_printed(family, 
     fields = fields_of(vars(arguments), "there")
     expected = {key: text for key, text in describe_weights(config.model).items() if key != "model.vocab_size"}
     assert {key: written(fields[key][0]) for key in expected} == expected
+
+
+def test_multipliers_of_mup_move_into_weights(tmp_path):
+    mup = ["model.use_mup=true", "model.mup_base_hidden_size=32", "model.mup_embedding_mult=3"]
+    config = small_config(*FAMILIES["llama"], *mup, "model.layernorm_epsilon=1e-5")
+    trainable = build_trainable(config)
+    randomize(trainable.model.gpt_chunks[0])
+    export_model(save(tmp_path, config, trainable, {}), tmp_path / "there")
+    plain = plain_logits(tmp_path / "there" / "release", {**LLAMA, "num_layers": 3, "padded_vocab_size": 384})
+    torch.testing.assert_close(plain, logits_of(trainable.model.gpt_chunks[0], TOKENS), rtol=1e-4, atol=1e-4)
 
 
 def test_what_megatron_lm_has_no_arguments_for_is_refused():

@@ -6,6 +6,7 @@ written has to come back as the same model.
 
 from argparse import Namespace
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -156,14 +157,12 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
         "fp16": dtype is torch.float16,
         "ckpt_format": "torch_dist",
     }
-    back, described = fields_of(arguments, origin), describe_weights(model)
+    back = fields_of(arguments, origin)
     wrong = [
         f"{key}={text}"
-        for key, text in described.items()
-        if key in back and key != _VOCABULARY and str(written(back[key][0])) != text
-    ]
-    wrong += [
-        f"{key}={text}" for key, text in described.items() if key not in back and key != "model.rope_scaling_factor"
+        # An export has no multipliers of muP.
+        for key, text in describe_weights(replace(model, use_mup=False)).items()
+        if key != _VOCABULARY and (key not in back or written(back[key][0]) != text)
     ]
     if wrong:
         raise UserError(f"{origin}: Megatron-LM has no arguments for a model with {', '.join(wrong)}")
