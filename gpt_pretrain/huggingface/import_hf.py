@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
 from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.checkpoint.state import architecture as architecture_of
-from gpt_pretrain.checkpoint.state import layout
+from gpt_pretrain.checkpoint.state import describe_weights, layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, shell_word, visible, written
 from gpt_pretrain.config.files import read_foreign_json
@@ -49,6 +49,8 @@ from gpt_pretrain.run.products import resolve
 _EXPERIMENT = "imported"
 # Longer samples are for long-context training, which sets model.encoder_seq_length.
 _MAX_SAMPLE_LENGTH = 8192
+# What an imported model's experiment sets beside what describes its weights.
+BESIDE_WEIGHTS = ("make_vocab_size_divisible_by", "max_position_embeddings", "encoder_seq_length")
 # Published tensors that are not weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -110,8 +112,7 @@ def import_hf(source: Path, out: Path) -> str:
         types = {tensor.get_dtype() for tensor in published.values()}
         config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
         rules = tensor_rules(config.model, architecture)
-        _check_tensors(source, published, rules)
-        tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
+        tensors = plan_tensors(source, published, rules, "its config.json")
         write_imported(out, tensors, config, fields, source=source, tokenizer=tokenizer)
         # Without the rows that pad the vocabulary.
         num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
@@ -156,7 +157,19 @@ def write_imported(
         _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
 
 
-def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule]) -> None:
+def plan_tensors(
+    source: Path, published: Mapping[str, Any], rules: Sequence[Rule], described_by: str
+) -> list[PlannedTensor]:
+    """The tensors of a checkpoint of ours from those of `transformers`, slices as safetensors has them.
+
+    Raises:
+        UserError: They are not exactly the model's, which `described_by` describes.
+    """
+    _check_tensors(source, published, rules, described_by)
+    return [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
+
+
+def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule], described_by: str) -> None:
     """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
     The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
@@ -181,7 +194,7 @@ def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[R
     ]
     if problems:
         shown = ", ".join(problems[:20]) + (", …" if len(problems) > 20 else "")
-        raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
+        raise UserError(f"{source} does not hold the model of {described_by}: it {shown}")
 
 
 def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
@@ -209,6 +222,13 @@ def checked_config(config: Config, out: Path, tokenizer: Tokenizer | None, preci
     if problems := [*ranges(config), *model_problems(resolve(config))]:
         raise ConfigError(problems)
     return config
+
+
+def imported_fields(config: Config) -> dict[str, Any]:
+    """The fields of `model.` that the experiment of a configured model sets."""
+    values = config_to_dict(config)["model"]
+    names = [key.removeprefix("model.") for key in describe_weights(config.model)]
+    return {name: values[name] for name in (*names, *BESIDE_WEIGHTS)}
 
 
 def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> Manifest:

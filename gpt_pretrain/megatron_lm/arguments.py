@@ -21,8 +21,8 @@ from gpt_pretrain.config.derived import (
     padded_vocab_size,
 )
 from gpt_pretrain.config.errors import ConfigError, UserError, show, written
-from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config, ModelConfig
+from gpt_pretrain.huggingface.import_hf import BESIDE_WEIGHTS
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.translate import megatron_lm
 from gpt_pretrain.translate.megatron_arguments import megatron_parser
@@ -33,8 +33,6 @@ from gpt_pretrain.translate.translation import Source, Translation, translate_so
 _RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 # Arguments without counterpart that a training run may do without, but not weights that were trained with them.
 _CHANGES_RESULTS = ("layernorm_zero_centered_gamma", "moe_router_pre_softmax", "use_mup", "window_size")
-# What an imported model's experiment sets beside what describes its weights.
-_BESIDE = ("make_vocab_size_divisible_by", "max_position_embeddings", "encoder_seq_length")
 _NORMS = {Normalization.layernorm: "LayerNorm", Normalization.rmsnorm: "RMSNorm"}
 _VOCABULARY = "model.vocab_size"
 
@@ -73,7 +71,7 @@ def fields_of(arguments: Mapping[str, Any], origin: str) -> dict[str, tuple[Any,
 def _described() -> set[str]:
     """The names of all keys that describe a model's weights."""
     experts = load_config(["model=mixtral_8x7b", "model.position_embedding_type=learned_absolute"])
-    return {*describe_weights(experts.model), *(f"model.{name}" for name in _BESIDE)}
+    return {*describe_weights(experts.model), *(f"model.{name}" for name in BESIDE_WEIGHTS)}
 
 
 def configure(fields: Mapping[str, tuple[Any, str]] | None, overrides: Sequence[str], rows: int, origin: str) -> Config:
@@ -182,10 +180,3 @@ def options_beside(model: ModelConfig) -> list[str]:
     if model.num_moe_experts is not None:
         options += ["--moe-router-dtype", "fp32"]
     return options
-
-
-def imported_fields(config: Config) -> dict[str, Any]:
-    """The fields of `model.` that an imported model's experiment sets."""
-    values = config_to_dict(config)["model"]
-    names = [key.removeprefix("model.") for key in describe_weights(config.model)]
-    return {name: values[name] for name in (*names, *_BESIDE)}

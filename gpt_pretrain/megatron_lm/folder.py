@@ -50,8 +50,8 @@ _OTHERS: tuple[tuple[str, Callable[[Path], bool], str], ...] = (
     (
         "a checkpoint of torch (torch_dcp, fsdp_dtensor or another program's), whose tensors have other names",
         lambda path: (path / _INDEX).is_file(),
-        "have Megatron-LM save it with --ckpt-format torch_dist, or export it for transformers and use "
-        "python -m gpt_pretrain.import_hf",
+        "have Megatron-LM save it with --ckpt-format torch_dist; python -m gpt_pretrain.import_torchtitan imports "
+        "torchtitan's Llama 3",
     ),
 )
 

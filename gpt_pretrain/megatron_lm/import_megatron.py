@@ -9,8 +9,8 @@ import torch
 from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.config.errors import visible
 from gpt_pretrain.huggingface.export import check_new_directory
-from gpt_pretrain.huggingface.import_hf import checked_config, how_to_continue, write_imported
-from gpt_pretrain.megatron_lm.arguments import configure, fields_of, imported_fields
+from gpt_pretrain.huggingface.import_hf import checked_config, how_to_continue, imported_fields, write_imported
+from gpt_pretrain.megatron_lm.arguments import configure, fields_of
 from gpt_pretrain.megatron_lm.folder import find_checkpoint, read_arguments
 from gpt_pretrain.megatron_lm.stored import MegatronTensors
 
