@@ -42,6 +42,8 @@ KNOWS = {
     },
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "extend", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},
+    # Megatron-LM's checkpoints hold the same tensors, and its arguments beside them, which `translate` has a table of.
+    "megatron_lm": {"config", "extend", "rules", "megatron", "checkpoint", "huggingface", "translate"},
     "benchmark": {"config", "launch", "rules", "run", "features", "megatron", "fp8", "plan", "report", "training"},
     # Trains variants in the benchmark's processes, and knows runs by what they leave on disk.
     "compare": {"config", "launch", "rules", "report", "benchmark"},

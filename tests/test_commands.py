@@ -23,6 +23,8 @@ OF_A_RUN = ("gpt_pretrain", "gpt_pretrain.plan", "gpt_pretrain.prepare_data", "g
 OF_THEIR_OWN = (
     "gpt_pretrain.export",
     "gpt_pretrain.import_hf",
+    "gpt_pretrain.import_megatron",
+    "gpt_pretrain.import_torchtitan",
     "gpt_pretrain.generate",
     "gpt_pretrain.checkpoint",
     "gpt_pretrain.doctor",
@@ -168,6 +170,8 @@ def test_a_command_ends_with_its_exit_code_and_its_errors(error, code, told, cap
         "gpt_pretrain.compare.__main__ runs=[{}]",
         "gpt_pretrain.checkpoint.__main__ list {}",
         "gpt_pretrain.import_hf path={} out=out",
+        "gpt_pretrain.import_megatron path={} out=out",
+        "gpt_pretrain.import_torchtitan path={} out=out overrides=[model=tiny]",
     ],
 )
 @pytest.mark.parametrize("path", ["x" * 300, "file/x", "circle/x"])

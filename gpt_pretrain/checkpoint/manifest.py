@@ -29,6 +29,13 @@ FORMAT_VERSION = 1
 _NUM_THREADS = 4
 # Names that the readers of torch and megatron-core look for.
 _READ = (".metadata", "*.distcp", "common.pt", "metadata.json")
+# Of these, a checkpoint of ours has none, nor the folder above it.
+_OF_MEGATRON = (
+    "common.pt",
+    "latest_checkpointed_iteration.txt",
+    "weights/metadata.json",
+    "model_weights/metadata.json",
+)
 # The packages that a checkpoint depends on.
 _DISTRIBUTIONS = ("torch", "megatron-core", "transformer_engine", "gpt_pretrain")
 # Seconds since 1970 of which every system makes a date.
@@ -164,6 +171,11 @@ def read_manifest(path: Path) -> Manifest:
         values = read_foreign_json(file)
     except FileNotFoundError:
         # The user may have named the run's directory, or that of its checkpoints.
+        if any((path / name).exists() for name in _OF_MEGATRON):
+            raise UserError(
+                f"{path} is a checkpoint of Megatron-LM or NeMo: python -m gpt_pretrain.import_megatron path={path} "
+                "out=start makes one of it that checkpoint.init_from takes"
+            ) from None
         below = sorted(found.parent for found in [*path.glob(f"step_*/{MANIFEST}"), *path.glob(f"*/step_*/{MANIFEST}")])
         other = f"one in it, such as {below[-1]}" if below else "another, RUN_DIR/checkpoints/step_…"
         raise UserError(

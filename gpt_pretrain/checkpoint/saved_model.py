@@ -53,7 +53,8 @@ from gpt_pretrain.megatron.pickles import restricted, unreadable_told
 
 _COMMON_KEY = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
 # Optimizer states lie beside the model's tensors and have their names after this prefix.
-_OPTIMIZER = "optimizer."
+# Megatron-LM numbers several optimizers.
+_OF_OPTIMIZER = ("optimizer.", "chained_")
 # Files written side by side, and tensors in memory.
 _NUM_FILES = 2
 # Choices of a run, by their keys, on which weights and what is computed with them do not depend.
@@ -164,8 +165,10 @@ class CheckpointTensors:
         self._tensors = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OPTIMIZER)
+            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OF_OPTIMIZER)
         }
+        self.others = metadata.state_dict_metadata.keys() - self._tensors.keys()
+        """Keys of everything else: optimizer states, and objects that are not tensors."""
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)
@@ -233,35 +236,46 @@ class PlannedTensor:
         )
 
 
-def write_weights(directory: Path, tensors: Sequence[PlannedTensor], *, num_layers: int) -> None:
+def write_weights(
+    directory: Path,
+    tensors: Sequence[PlannedTensor],
+    *,
+    num_layers: int,
+    common: Mapping[str, Any] | None = None,
+    objects: Mapping[str, Any] | None = None,
+) -> None:
     """Writes all tensors of a model, but no manifest, into an empty directory, and waits until the disk has them.
 
     A run of any layout takes the weights with `checkpoint.init_from`. Stacked tensors have `num_layers` layers.
+    megatron-core's reader finds `common` as the state that all ranks share, and `objects` by their unique keys.
     """
     writer = FileSystemWriter(directory, thread_count=_NUM_FILES)
-    save({}, storage_writer=writer, planner=_OneByOne(tensors, num_layers), no_dist=True)
+    shared = {"content_metadata": METADATA, **(common or {})}
+    planner = _OneByOne(tensors, num_layers, {_COMMON_KEY: [shared], **(objects or {})})
+    save({}, storage_writer=writer, planner=planner, no_dist=True)
     save_config(FORMAT, str(directory))
 
 
 class _OneByOne(DefaultSavePlanner):
     """Tells torch's writer which tensors there are, and makes each when its turn comes."""
 
-    def __init__(self, tensors: Sequence[PlannedTensor], num_layers: int) -> None:
+    def __init__(self, tensors: Sequence[PlannedTensor], num_layers: int, objects: Mapping[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
         placed = [(tensor.place(num_layers), tensor) for tensor in tensors]
         self._by_index = {item.index: tensor for item, tensor in placed}
-        common = WriteItem(index=MetadataIndex(_COMMON_KEY), type=WriteItemType.BYTE_IO)
-        self._items = [common, *(item for item, _ in placed)]
+        self._objects = objects
+        written = [WriteItem(index=MetadataIndex(key), type=WriteItemType.BYTE_IO) for key in objects]
+        self._items = [*written, *(item for item, _ in placed)]
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan(self._items)
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """A tensor's values, or the common state that megatron-core's reader looks for."""
+        """A tensor's values, or an object that megatron-core's reader looks for."""
         if write_item.type is WriteItemType.BYTE_IO:
-            common = io.BytesIO()
-            torch.save([{"content_metadata": METADATA}], common)
-            return common
+            stream = io.BytesIO()
+            torch.save(self._objects[write_item.index.fqn], stream)
+            return stream
         planned = self._by_index[write_item.index]
         values = planned.load()
         assert (tuple(values.shape), values.dtype) == (planned.shape, planned.dtype), "a tensor is what was planned"

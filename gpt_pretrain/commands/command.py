@@ -2,7 +2,8 @@
 
     run_with_config     a command line that Hydra composes: train, plan, prepare_data, benchmark, compare,
                         coordinate_check
-    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, generate, checkpoint, doctor
+    run_with_arguments  a few `key=value` of a dataclass: export, import_hf, import_megatron, import_torchtitan,
+                        generate, checkpoint, doctor
     run_alone           another program's arguments: translate
 
 A command is what `python -m` starts: a module beside the packages, or a package's `__main__`. Its docstring, which ends

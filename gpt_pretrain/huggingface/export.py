@@ -26,6 +26,7 @@ from gpt_pretrain.checkpoint.state import describe_weights
 from gpt_pretrain.config.errors import UserError, counted, visible
 from gpt_pretrain.config.files import new_directory
 from gpt_pretrain.config.keys import schema_keys, value_of
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.features.mup import without_multipliers
 from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
@@ -98,12 +99,7 @@ def export_hf(
 
     def hf_tensors() -> Iterator[tuple[str, torch.Tensor]]:
         for rule in rules:
-            values = read[0].read(rule.key, rule.layer)
-            if average:
-                # One after another, so that two are in memory.
-                values = sum((each.read(rule.key, rule.layer).double() for each in read[1:]), values.double())
-                values = (values / len(read)).float()
-            values = without_multipliers(model, rule.key, values)
+            values = read_mean(read, model, rule.key, rule.layer)
             yield from zip(rule.names, rule.conversion.to_hf(values), strict=True)
 
     with out_directory(out) as directory:
@@ -149,6 +145,28 @@ def check_average(saved: Sequence[SavedModel]) -> None:
             )
 
 
+def read_mean(
+    checkpoints: Sequence[CheckpointTensors], model: ModelConfig, key: str, layer: int | None
+) -> torch.Tensor:
+    """The mean of a tensor, or of one layer of it, for a model without muP's multipliers; two are in memory."""
+    values = checkpoints[0].read(key, layer)
+    if len(checkpoints) > 1:
+        values = sum((each.read(key, layer).double() for each in checkpoints[1:]), values.double())
+        values = (values / len(checkpoints)).float()
+    return without_multipliers(model, key, values)
+
+
+def convert(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A weight in another type; a UserError if a value is beyond it."""
+    converted = tensor.to(dtype)
+    if converted.dtype != tensor.dtype and (converted.isinf() & tensor.isfinite()).any():
+        raise UserError(
+            f"{name} has values up to {tensor.abs().max().item():.3g}, which {_torch_name(converted)} cannot "
+            "represent; use dtype=bf16 or fp32"
+        )
+    return converted
+
+
 def _torch_name(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
@@ -177,13 +195,7 @@ def _write_shards(directory: Path, shards: Mapping[str, _Shard], tensors: Iterab
             for planned_name, planned in shard.items():
                 name, tensor = next(stream)
                 assert (name, tensor.shape) == (planned_name, planned.shape), "tensors come in the order of the plan"
-                converted = tensor.to(planned.dtype)
-                if converted.dtype != tensor.dtype and (converted.isinf() & tensor.isfinite()).any():
-                    raise UserError(
-                        f"{name} has values up to {tensor.abs().max().item():.3g}, which {_torch_name(planned)} "
-                        "cannot represent; use dtype=bf16 or fp32"
-                    )
-                file.write(converted.contiguous().view(torch.uint8).numpy())
+                file.write(convert(name, tensor, planned.dtype).contiguous().view(torch.uint8).numpy())
     if len(shards) > 1:
         total = sum(part.nbytes for shard in shards.values() for part in shard.values())
         weight_map = {name: file_name for file_name, shard in shards.items() for name in shard}

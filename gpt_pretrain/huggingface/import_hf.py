@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from gpt_pretrain.checkpoint.manifest import Manifest, hash_files, installed_versions, write_manifest
 from gpt_pretrain.checkpoint.saved_model import PlannedTensor, write_weights
 from gpt_pretrain.checkpoint.state import architecture as architecture_of
-from gpt_pretrain.checkpoint.state import layout
+from gpt_pretrain.checkpoint.state import describe_weights, layout
 from gpt_pretrain.config.choices import Precision, TokenizerLibrary
 from gpt_pretrain.config.errors import ConfigError, UserError, shell_word, visible, written
 from gpt_pretrain.config.files import read_foreign_json
@@ -49,6 +49,8 @@ from gpt_pretrain.run.products import resolve
 _EXPERIMENT = "imported"
 # Longer samples are for long-context training, which sets model.encoder_seq_length.
 _MAX_SAMPLE_LENGTH = 8192
+# What an imported model's experiment sets beside what describes its weights.
+BESIDE_WEIGHTS = ("make_vocab_size_divisible_by", "max_position_embeddings", "encoder_seq_length")
 # Published tensors that are not weights: masks and rope's frequencies.
 _NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 
@@ -110,27 +112,64 @@ def import_hf(source: Path, out: Path) -> str:
         types = {tensor.get_dtype() for tensor in published.values()}
         config = _config(fields, out, tokenizer, Precision.fp32 if "F32" in types else Precision.bf16)
         rules = tensor_rules(config.model, architecture)
-        _check_tensors(source, published, rules)
-        tensors = [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
-        check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
-        with out_directory(out) as directory:
-            write_weights(directory, tensors, num_layers=config.model.num_layers)
-            if tokenizer is not None:
-                tokenizer.save(directory / TOKENIZER_FILE)
-            files = hash_files(directory, [path.name for path in directory.iterdir()])
-            write_manifest(directory, _manifest(config, tokenizer, files))
-            _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
+        tensors = plan_tensors(source, published, rules, "its config.json")
+        write_imported(out, tensors, config, fields, source=source, tokenizer=tokenizer)
         # Without the rows that pad the vocabulary.
         num_parameters = sum(math.prod(published[name].get_shape()) for rule in rules for name in rule.names)
     return (
         f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {', '.join(sorted(types))}\n"
-        f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
+        + how_to_continue(out)
         + ("  no tokenizer.json found: give model.tokenizer, or data of token ids\n" if tokenizer is None else "")
     )
 
 
-def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule]) -> None:
+def how_to_continue(out: Path) -> str:
+    """The line that says how a run starts from what was imported."""
+    return (
+        f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
+    )
+
+
+def write_imported(
+    out: Path,
+    tensors: Sequence[PlannedTensor],
+    config: Config,
+    fields: Mapping[str, Any],
+    *,
+    source: Path,
+    tokenizer: Tokenizer | None = None,
+) -> None:
+    """Writes a checkpoint of weights with its manifest, and the experiment that starts from it.
+
+    `fields` are those of `model.` that the experiment sets; its comment names `source`.
+
+    Raises:
+        UserError: There is no space for it, or the directory cannot be written.
+    """
+    check_disk_space(out, sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in tensors))
+    with out_directory(out) as directory:
+        write_weights(directory, tensors, num_layers=config.model.num_layers)
+        if tokenizer is not None:
+            tokenizer.save(directory / TOKENIZER_FILE)
+        files = hash_files(directory, [path.name for path in directory.iterdir()])
+        write_manifest(directory, _manifest(config, tokenizer, files))
+        _write_experiment(directory / "experiment" / f"{_EXPERIMENT}.yaml", source, fields, config, out)
+
+
+def plan_tensors(
+    source: Path, published: Mapping[str, Any], rules: Sequence[Rule], described_by: str
+) -> list[PlannedTensor]:
+    """The tensors of a checkpoint of ours from those of `transformers`, slices as safetensors has them.
+
+    Raises:
+        UserError: They are not exactly the model's, which `described_by` describes.
+    """
+    _check_tensors(source, published, rules, described_by)
+    return [_planned(rule, [published[name] for name in rule.names]) for rule in rules]
+
+
+def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[Rule], described_by: str) -> None:
     """Refuses files that do not hold exactly the model's tensors, in their shapes and in a type that weights have.
 
     The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
@@ -155,7 +194,7 @@ def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[R
     ]
     if problems:
         shown = ", ".join(problems[:20]) + (", …" if len(problems) > 20 else "")
-        raise UserError(f"{source} does not hold the model of its config.json: it {shown}")
+        raise UserError(f"{source} does not hold the model of {described_by}: it {shown}")
 
 
 def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
@@ -171,6 +210,11 @@ def _planned(rule: Rule, parts: Sequence[Any]) -> PlannedTensor:
 def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
     """The default configuration of a run with the imported model, which must pass this application's rules."""
     config = load_config(["model=base", *(f"model.{name}={written(value)}" for name, value in fields.items())])
+    return checked_config(config, out, tokenizer, precision)
+
+
+def checked_config(config: Config, out: Path, tokenizer: Tokenizer | None, precision: Precision) -> Config:
+    """A configuration with an imported model's tokenizer and type; a ConfigError if the model breaks a rule."""
     model, kind = config.model, TokenizerLibrary.none if tokenizer is None else TokenizerLibrary.file
     file = None if tokenizer is None else str(out / TOKENIZER_FILE)
     model = replace(model, tokenizer=replace(model.tokenizer, library=kind, model=file))
@@ -178,6 +222,13 @@ def _config(fields: Mapping[str, Any], out: Path, tokenizer: Tokenizer | None, p
     if problems := [*ranges(config), *model_problems(resolve(config))]:
         raise ConfigError(problems)
     return config
+
+
+def imported_fields(config: Config) -> dict[str, Any]:
+    """The fields of `model.` that the experiment of a configured model sets."""
+    values = config_to_dict(config)["model"]
+    names = [key.removeprefix("model.") for key in describe_weights(config.model)]
+    return {name: values[name] for name in (*names, *BESIDE_WEIGHTS)}
 
 
 def _manifest(config: Config, tokenizer: Tokenizer | None, files: Mapping[str, Any]) -> Manifest:

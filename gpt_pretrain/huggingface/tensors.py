@@ -120,7 +120,7 @@ def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
     return Conversion(to_hf=split, to_ours=join)
 
 
-def _pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
+def pad_vocabulary(tensors: Tensors, *, num_rows: int) -> torch.Tensor:
     """Adds rows that belong to no token, each the mean of the tokens' rows.
 
     The softmax includes them. The logit of a mean row is the mean logit, whose exponential is at most the mean of the
@@ -139,14 +139,14 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
     """Every tensor of a model, layer by layer."""
     vocabulary = Conversion(
         to_hf=lambda tensor: [tensor[: model.vocab_size]],
-        to_ours=partial(_pad_vocabulary, num_rows=padded_vocab_size(model)),
+        to_ours=partial(pad_vocabulary, num_rows=padded_vocab_size(model)),
     )
     gpt2 = architecture is Architecture.gpt2
     embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
     attention = _attention(model, architecture)
     layer_rules = _gpt2_layer(attention) if gpt2 else _llama_layer(model, architecture, attention)
     prefix = "transformer.h" if gpt2 else "model.layers"
-    shapes = _layer_shapes(model)
+    shapes = layer_shapes(model)
     hidden, embedded = model.hidden_size, (padded_vocab_size(model), model.hidden_size)
 
     def rule(key: str, name: str, shape: tuple[int, ...], conversion: Conversion = _SAME) -> Rule:
@@ -174,7 +174,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
     return rules
 
 
-def _layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
+def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors by key."""
     hidden, width = model.hidden_size, kv_channels(model)
     queries, groups, inner = model.num_attention_heads, num_query_groups(model), ffn_hidden_size(model)

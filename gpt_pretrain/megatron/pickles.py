@@ -123,7 +123,7 @@ def _load_bytes(self: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO
     except pickle.UnpicklingError as error:
         name = read_item.dest_index.fqn
         raise UserError(
-            f"{name} in the checkpoint cannot be read: {_of_torch(error)}; use another checkpoint"
+            f"{name} in the checkpoint cannot be read: {refused_name(error)}; use another checkpoint"
         ) from error
     copy = io.BytesIO()
     torch.save(loaded, copy)
@@ -190,7 +190,7 @@ def harmless_state(name: str, state: Any) -> Any:
     return torch.frombuffer(bytearray(pickle.dumps(values)), dtype=torch.uint8)
 
 
-def _of_torch(error: pickle.UnpicklingError) -> str:
-    """The message of torch without its advice to load the file freely."""
+def refused_name(error: pickle.UnpicklingError) -> str:
+    """Why torch did not unpickle something, without its advice to load the file freely."""
     _, found, said = str(error).partition("WeightsUnpickler error: ")
     return said.partition("\n")[0].strip() if found else "it is not a pickle of tensors and plain values"

@@ -52,9 +52,11 @@ def _architecture(source: Source, translation: Translation) -> None:
     fused = "bias_swiglu_fusion" if gated else "bias_gelu_fusion"
     # megatron-core's fused bias and GELU is the tanh form; without it torch's is exact.
     tanh = source.get("add_bias_linear") and source.get("bias_gelu_fusion")
-    activation = "swiglu" if gated else "gelu_tanh" if tanh else "gelu"
-    how = "" if gated else f"GELU's {'tanh form, which its fused kernel computes' if tanh else 'exact form'}"
-    translation.derive(source, "model.activation", activation, "swiglu", "bias_gelu_fusion", how=how)
+    squared = bool(source.get("squared_relu"))
+    activation = "swiglu" if gated else "squared_relu" if squared else "gelu_tanh" if tanh else "gelu"
+    gelu = f"GELU's {'tanh form, which its fused kernel computes' if tanh else 'exact form'}"
+    how = "" if gated or squared else gelu
+    translation.derive(source, "model.activation", activation, "swiglu", "squared_relu", "bias_gelu_fusion", how=how)
     if fused in source.given:
         translation.derive(source, "model.bias_activation_fusion", source.get(fused), fused)
     bias = bool(source.get("add_qkv_bias")) and not source.get("add_bias_linear")
@@ -323,7 +325,7 @@ def _saves(source: Source, translation: Translation) -> None:
         shown = ", ".join(source.shown(name) for name in loads)
         more = [source.given[name] for name in ("finetune", "no_load_optim", "no_load_rng") if name in source.given]
         there = f"training went on from that checkpoint{' with ' if more else ''}{', '.join(more)}"
-        here = "Megatron-LM's checkpoints are not read; checkpoint.init_from and resume take this program's own"
+        here = "python -m gpt_pretrain.import_megatron imports its weights, for checkpoint.init_from"
         translation.lose(shown, there, here)
     elif source.get("load") is not None:
         translation.not_needed.append((source.shown("load"), "a run resumes from its own run_dir (checkpoint.resume)"))

@@ -63,7 +63,7 @@ ROWS: Mapping[str, Row] = {
     "add_qkv_bias": TOGETHER,
     "qk_layernorm": Becomes("model.qk_layernorm"),
     "swiglu": TOGETHER,
-    "squared_relu": NotHere("the MLP's activation was a squared ReLU", ANOTHER_MODEL),
+    "squared_relu": TOGETHER,
     "quick_geglu": NotHere("the MLP's activation was a gated quick GELU", ANOTHER_MODEL),
     "openai_gelu": TOGETHER,
     "untie_embeddings_and_output_weights": Becomes(

@@ -95,7 +95,7 @@ ROWS: Mapping[str, Row] = {
     **{name: Becomes(name) for name in _BY_NAME},
     **dict.fromkeys(KERNELS, TOGETHER),
     "name": NoNeed("the run's name"),
-    "restore_from_path": NotHere("weights came from a .nemo file", "checkpoint.init_from takes this program's own"),
+    "restore_from_path": NotHere("weights came from a .nemo file", "import_megatron imports distributed ones"),
     "trainer.precision": TOGETHER,
     "trainer.val_check_interval": Becomes("trainer.val_check_interval", _steps, there="validations by epoch"),
     "trainer.limit_val_batches": Becomes(

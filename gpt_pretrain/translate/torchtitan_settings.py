@@ -188,7 +188,7 @@ ROWS: Mapping[str, Row] = {
     "checkpoint.interval_type": TOGETHER,
     "checkpoint.keep_latest_k": TOGETHER,
     "checkpoint.async_mode": TOGETHER,
-    "checkpoint.initial_load_path": NotHere("weights came from there", "checkpoint.init_from takes this program's own"),
+    "checkpoint.initial_load_path": NotHere("weights came from there", "import_torchtitan imports Llama 3"),
     "checkpoint.folder": NoNeed("a run writes to RUN_DIR/checkpoints"),
     **dict.fromkeys(
         (

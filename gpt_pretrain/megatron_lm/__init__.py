@@ -1,0 +1,1 @@
+"""Checkpoints of Megatron-LM and NeMo (`torch_dist`), both ways: their folders, arguments and tensors."""
