@@ -28,8 +28,8 @@ SAMPLES = [2, 4, 8, 14, 22, 30]
     ("num_gpus", "layout"),
     [
         pytest.param(1, ["model.use_distributed_optimizer=true"], id="one GPU"),
-        pytest.param(2, ["parallelism=dp"], id="DP2"),
-        pytest.param(2, ["parallelism=zero2"], id="sharded gradients"),
+        pytest.param(2, ["parallelism=dp"], id="DP2", marks=pytest.mark.gpu(count=2)),
+        pytest.param(2, ["parallelism=zero2"], id="sharded gradients", marks=pytest.mark.gpu(count=2)),
     ],
 )
 @pytest.mark.parametrize("fp8", ["none", "delayed", "tensorwise"])

@@ -191,6 +191,8 @@ class Trainer:
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         num_samples = self._batches.next_batch(self._trained)
         self._watchdog.step_begins(step)
+        if num_samples > self._num_samples:
+            self._watchdog.steps_grow()
         with self._fp8_watch.step(step), self._stragglers.step(step):
             with self._proofs.watching(step, num_samples):
                 result = train_step(self._trainable, self._train_batches, num_samples)
