@@ -16,7 +16,7 @@ from collections.abc import Sequence
 
 from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
-from gpt_pretrain.config.derived import num_train_samples
+from gpt_pretrain.config.schedule import last_step, num_train_samples
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
@@ -46,7 +46,7 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         train, _ = build_datasets(config, corpus, num_train_samples=num_train_samples(config))
         sys.stdout.write(
             f"prepared: {corpus.train.num_tokens:,} tokens to train on in {corpus.train.num_documents:,} documents, "
-            f"{train.num_epochs:.2f} epochs in {config.trainer.max_steps:,} steps\n"
+            f"{train.num_epochs:.2f} epochs in {last_step(config):,} steps\n"
             + "".join(
                 f"    {name}: {each:.2f} epochs\n" for name, each in train.epochs.items() if len(train.epochs) > 1
             )

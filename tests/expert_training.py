@@ -101,7 +101,7 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     seen["num_parameters"] = training.trainable.model.num_parameters
     seen["own_parameters"] = sum(parameter.numel() for chunk in training.chunks for parameter in chunk.parameters())
     _spoil_an_expert(training)
-    bad = BadStep(step=STEPS + 1, first_sample=0)
+    bad = BadStep(step=STEPS + 1, first_sample=0, num_samples=config.model.global_batch_size)
     iterators = training.iterators(first_sample=0)
     # Without the place of the file.
     told = write_dump(dumps, bad, trainable=training.trainable, iterators=iterators)

@@ -30,8 +30,9 @@ from gpt_pretrain.benchmark.results import (
 )
 from gpt_pretrain.benchmark.variants import Variant, read_variants, run_overrides
 from gpt_pretrain.benchmark.worker import OUTPUT, run_task
-from gpt_pretrain.config.derived import flops_per_token, warmup_steps
+from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.schedule import RatePhases, rate_phases
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -116,6 +117,16 @@ def test_a_run_of_the_benchmark_only_trains_for_its_steps(compose_config, tmp_pa
     assert compose_config(*run_overrides(whole, run_dir, profiled=True)).trainer.max_steps == 26
 
 
+def test_a_benchmark_of_a_run_whose_batch_grows_times_its_largest(tmp_path):
+    grows = ["model.micro_batch_size=1", "model.rampup_batch_size=[2,2,96]"]
+    grows += ["trainer.max_steps=null", "trainer.max_tokens=1e6"]
+    overrides = run_overrides(load_config([*grows, "benchmark.steps=10"]), tmp_path / "run", profiled=False)
+    config = load_config([*grows, *overrides])
+    assert config_problems(config, None) == []
+    assert (config.model.rampup_batch_size, config.model.global_batch_size, config.trainer.max_steps) == (None, 8, 20)
+    assert rate_phases(config) == RatePhases(in_tokens=True, warmup=100_000, decay=1_000_000, wsd_decay=None)
+
+
 @pytest.mark.parametrize(
     ("schedule", "warmup", "decay"),
     [
@@ -134,7 +145,7 @@ def test_a_run_of_the_benchmark_has_the_learning_rates_of_the_run(tmp_path, sche
 
     assert config_problems(config, None) == []
     assert config.trainer.max_steps == 20
-    assert warmup_steps(config) == warmup
+    assert rate_phases(config).warmup == warmup
     assert config.model.optim.sched.decay_steps == decay
 
 

@@ -27,6 +27,10 @@ WARMUP = "model.optim.sched.warmup_steps=20"
 MIN_LR = "model.optim.sched.min_lr=3e-5"
 MUP = "model.use_mup=true model.mup_base_hidden_size=64"
 
+BATCH8 = "model.micro_batch_size=1 model.global_batch_size=8"
+RAMP, STEPS = "model.rampup_batch_size", "model.step_batch_size_schedule"
+TOKENS = "trainer.max_steps=null trainer.max_tokens=100000"
+
 RULES = [
     Refused("model.hidden_size=130"),
     Refused("model.num_query_groups=3", "model.num_attention_heads=4 model.num_query_groups=3"),
@@ -224,6 +228,73 @@ RULES = [
     Refused(
         f"{MUP} model.optim.lr=2e-3 model.optim.sched.init_lr=1.5e-3",
         "model.optim.sched.init_lr=0.0015 model.optim.lr=0.002 model.hidden_size=128 model.mup_base_hidden_size=64",
+    ),
+    *(Refused(f"{RAMP}={ramp} {BATCH8}", f"{RAMP}={ramp}") for ramp in ("[2,2]", "[0,2,96]", "[2,0,96]", "[2,2,0]")),
+    *(
+        Refused(f"{RAMP}=[{start},2,96] {BATCH8}", f"{RAMP}=[{start},2,96] model.global_batch_size=8")
+        for start in (8, 9)
+    ),
+    Refused(
+        f"{RAMP}=[2,4,96] {BATCH8}",
+        f"{RAMP}=[2,4,96] model.global_batch_size=8 6 increment=4 3",
+        legal=f"{RAMP}=[2,3,96] {BATCH8}",
+    ),
+    Refused(
+        f"{RAMP}=[1,1,96] model.micro_batch_size=1 model.global_batch_size=2000",
+        f"{RAMP}=[1,1,96] 1,999 1,000",
+        legal=f"{RAMP}=[100,100,96] model.micro_batch_size=1 model.global_batch_size=2000",
+    ),
+    Refused(
+        f"{RAMP}=[2,1,96] model.micro_batch_size=2 model.global_batch_size=8",
+        f"{RAMP}=[2,1,96] 3 model.micro_batch_size=2",
+        legal=f"{RAMP}=[2,2,96] model.micro_batch_size=2 model.global_batch_size=8",
+    ),
+    Refused(
+        f"{RAMP}=[2,2,96] {BATCH8}",
+        f"{RAMP}=[2,2,96] 2 model.micro_batch_size=1 4",
+        legal=f"{RAMP}=[4,4,96] {BATCH8}",
+        world_size=4,
+    ),
+    Refused(
+        f"{PP2} {VP2} {RAMP}=[1,1,96] {BATCH8}",
+        f"{RAMP}=[1,1,96] 1 {PP2}",
+        legal=f"{PP2} {VP2} {RAMP}=[2,2,96] {BATCH8}",
+    ),
+    Refused(f"{RAMP}=[2,2,96] {STEPS}='0:2 1K:8' {BATCH8}", f"{RAMP}=[2,2,96] {STEPS}='0:2 1K:8'"),
+    *(
+        Refused(f"{STEPS}='{text}' {BATCH8}", f"{STEPS} {told}", legal=f"{STEPS}='0:2 1K:8' {BATCH8}")
+        for text, told in {
+            "0:2 1K-8": "1K-8",
+            "0:2 1K:many": "1K:many",
+            "1K:8": "tokens 0:8",
+            "0:0 1K:8": "0",
+            "0:2 2K:4 1K:8": "768 1,792 2,047",
+            "0:2 300:4 500:8": "256 511",
+            "0:4 1K:2 2K:8": "4 2",
+            "0:2 1K:4": "4 model.global_batch_size=8",
+        }.items()
+    ),
+    Refused("trainer.max_tokens=1000000", "trainer.max_tokens=1000000 trainer.max_steps=500"),
+    Refused("trainer.max_steps=null", "trainer.max_steps=null trainer.max_tokens=null"),
+    Refused(f"{WARMUP} model.optim.sched.warmup_tokens=5000", f"model.optim.sched.warmup_tokens=5000 {WARMUP}"),
+    Refused(
+        f"{TOKENS} model.optim.sched.warmup_tokens=100000",
+        "model.optim.sched.warmup_tokens=100000 trainer.max_tokens=100000",
+    ),
+    Refused(
+        f"{TOKENS} model.optim.sched.warmup_steps=50",
+        "model.optim.sched.warmup_steps=50 102400 trainer.max_tokens=100000",
+        legal=f"{TOKENS} model.optim.sched.warmup_steps=5 model.micro_batch_size=1 model.global_batch_size=8",
+    ),
+    Refused(
+        f"{TOKENS} model.optim.sched.name=wsd", "model.optim.sched.name=wsd model.optim.sched.wsd_decay_tokens 90000"
+    ),
+    Refused(
+        f"{TOKENS} model.optim.sched.name=wsd model.optim.sched.wsd_decay_tokens=90001",
+        "model.optim.sched.wsd_decay_tokens=90001 trainer.max_tokens=100000 90000",
+    ),
+    Refused(
+        "model.optim.sched.wsd_decay_tokens=5", "model.optim.sched.wsd_decay_tokens=5 model.optim.sched.name=cosine"
     ),
     Refused(f"trainer.max_steps=20 {WARMUP}", f"{WARMUP} trainer.max_steps=20"),
     Refused(f"model.optim.sched.decay_steps=10 {WARMUP}", f"{WARMUP} model.optim.sched.decay_steps=10"),

@@ -10,7 +10,8 @@ from rich.console import Console
 
 from gpt_pretrain.benchmark.measure import Stopwatch
 from gpt_pretrain.benchmark.results import compute_figures
-from gpt_pretrain.config.derived import flops_per_token, num_train_samples
+from gpt_pretrain.config.derived import flops_per_token
+from gpt_pretrain.config.schedule import num_train_samples
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.megatron.cpu import install_cpu_device

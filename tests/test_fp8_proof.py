@@ -175,7 +175,7 @@ def test_a_step_that_updates_nothing_leaves_the_proof_to_the_next(tmp_path):
         )
 
         def step(number):
-            with proofs.watching(number):
+            with proofs.watching(number, training.config.model.global_batch_size):
                 result = training.result()
             proofs.judge(number, result)
             return result

@@ -460,10 +460,20 @@ ELSEWHERE = {
     "config/derived.py": (
         "model.vocab_size",
         "model.make_vocab_size_divisible_by",
-        "model.global_batch_size",
-        "model.optim.sched.decay_steps",
-        "model.optim.sched.warmup_steps",
         "trainer.max_time",
+    ),
+    "config/schedule.py": (
+        "model.global_batch_size",
+        "model.rampup_batch_size",
+        "model.step_batch_size_schedule",
+        "model.optim.sched.warmup_steps",
+        "model.optim.sched.warmup_tokens",
+        "model.optim.sched.decay_steps",
+        "model.optim.sched.decay_tokens",
+        "model.optim.sched.wsd_decay_steps",
+        "model.optim.sched.wsd_decay_tokens",
+        "trainer.max_steps",
+        "trainer.max_tokens",
     ),
     # Refused, but for its only value, which is a constant of the translation.
     "rules/no_effect.py": ("model.fp8_interval",),
@@ -487,7 +497,6 @@ ELSEWHERE = {
     "megatron/optimizer.py": (
         "model.optim.sched.name",
         "model.optim.sched.init_lr",
-        "model.optim.sched.wsd_decay_steps",
         "model.optim.sched.wsd_decay_style",
     ),
     "data": (
@@ -522,7 +531,6 @@ ELSEWHERE = {
     ),
     "training": (
         "model.micro_batch_size",
-        "trainer.max_steps",
         "trainer.log_every_n_steps",
         "trainer.val_check_interval",
         "trainer.limit_val_batches",

@@ -261,7 +261,7 @@ def test_an_infinity_of_a_validation_skips_no_step_and_freezes_no_scale():
 
 
 def guard(compose_config, *overrides):
-    return StepGuard(compose_config(*overrides).trainer, 8)
+    return StepGuard(compose_config(*overrides).trainer)
 
 
 def step_result(loss, *, skipped=False):
@@ -276,7 +276,7 @@ def guarded(guard, losses):
     """Records of a run of these losses, NaN for skipped steps."""
     told = []
     for step, loss in enumerate(losses, start=1):
-        told += guard.add(step, 8 * (step - 1), step_result(loss, skipped=math.isnan(loss)))
+        told += guard.add(step, 8 * (step - 1), 8, step_result(loss, skipped=math.isnan(loss)))
         guard.check()
     return told + guard.read()
 
@@ -318,9 +318,9 @@ def test_skipped_losses_are_no_measure_of_spikes(compose_config):
 
 @pytest.mark.parametrize("counted", [2.0, 3.0, 8.0])
 def test_a_step_that_saw_other_tokens_than_its_samples_ends_the_run(compose_config, counted):
-    watch = StepGuard(compose_config().trainer, 8, num_tokens=4)
-    watch.add(1, 0, replace(step_result(2.0), loss_sum_and_tokens=torch.tensor([8.0, counted])))
-    told = rf"^step 1 computed its loss from {counted:.0f} tokens, and its 8 samples have 4: "
+    watch = StepGuard(compose_config().trainer, num_tokens=2)
+    watch.add(1, 0, 2, replace(step_result(2.0), loss_sum_and_tokens=torch.tensor([8.0, counted])))
+    told = rf"^step 1 computed its loss from {counted:.0f} tokens, and its 2 samples have 4: "
     with pytest.raises(TokensMissingError, match=told):
         watch.read()
 
@@ -328,8 +328,8 @@ def test_a_step_that_saw_other_tokens_than_its_samples_ends_the_run(compose_conf
 @pytest.mark.parametrize("tokens", [4, 8209 * 2047])
 def test_a_step_that_saw_the_tokens_of_its_samples_goes_on(compose_config, tokens):
     """The second number is odd and above 2^24: fp32 counts one more."""
-    watch = StepGuard(compose_config().trainer, 8, num_tokens=tokens)
-    watch.add(1, 0, replace(step_result(2.0), loss_sum_and_tokens=torch.tensor([8.0, float(tokens)])))
+    watch = StepGuard(compose_config().trainer, num_tokens=tokens)
+    watch.add(1, 0, 1, replace(step_result(2.0), loss_sum_and_tokens=torch.tensor([8.0, float(tokens)])))
     assert watch.read() == []
 
 

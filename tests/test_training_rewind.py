@@ -8,7 +8,7 @@ import pytest
 from gpt_pretrain.checkpoint.directory import latest_checkpoint
 from gpt_pretrain.checkpoint.load import VerifiedCheckpoint
 from gpt_pretrain.checkpoint.manifest import TrainingProgress, check_files, read_manifest
-from gpt_pretrain.config.derived import num_train_samples
+from gpt_pretrain.config.schedule import Trained, num_train_samples
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.training.rewind import checkpoints_away_from, take_back
 from tests.checkpoint_files import publish
@@ -107,8 +107,8 @@ def test_a_run_needs_the_same_number_of_samples_at_every_start(compose_config):
     config = compose_config(*RUN)
     # Twice the 4 steps of an interval and the 3 of the margin beside the 30 of the run.
     assert num_train_samples(config) == (30 + 2 * 7) * 4
-    assert num_train_samples(config, step=16, consumed_samples=84, passed_over=20) == (30 + 2 * 7) * 4
-    assert num_train_samples(compose_config(*NO_REWINDS), step=10, consumed_samples=40) == 30 * 4
+    assert num_train_samples(config, Trained(16, 64), passed_over=20) == (30 + 2 * 7) * 4
+    assert num_train_samples(compose_config(*NO_REWINDS), Trained(10, 40)) == 30 * 4
 
 
 def steps(first, last):

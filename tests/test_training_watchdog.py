@@ -226,3 +226,17 @@ def test_without_a_timeout_nothing_is_watched(start, tmp_path):
     run = start("trainer.hang_timeout=null", max_steps=3)
     assert run.wait(WAIT_S) == [0], run.text()
     assert not (tmp_path / "run" / "stacks").exists()
+
+
+def test_steps_that_grow_have_the_whole_timeout_until_some_have_shown_how_long(tmp_path):
+    watchdog = Watchdog(1800.0, learning_steps=2, launch=ALONE, run_dir=tmp_path)
+
+    def limits(*steps):
+        for step in steps:
+            watchdog.step_begins(step)
+            yield watchdog._limit_s(watchdog._mark)
+
+    assert [*limits(1, 2, 3)] == [1800, 1800, 40]
+    watchdog.step_begins(4)
+    watchdog.steps_grow()
+    assert [watchdog._limit_s(watchdog._mark), *limits(5, 6)] == [1800, 1800, 40]

@@ -90,13 +90,44 @@ def test_gpt3_175b(capsys):
     assert done.keys["trainer.precision"] == "bf16"
     lost = " ".join(done.section("without counterpart"))
     assert "--fp16" in lost
-    assert "--rampup-batch-size 16 16 5859375" in lost
+    assert done.keys["model.rampup_batch_size"] == [16, 16, 5859375]
+    assert "--rampup-batch-size" not in lost
     unknown = " ".join(done.section("not known from there"))
     assert "--data-path $4: only the environment knows 4; give --env 4=…" in unknown
 
     done = translate(capsys, "--env", "4=corpus_text_document", "megatron_gpt3_175b.sh")
     assert done.code == 0, done.report
     assert done.keys["model.data.data_prefix"] == ["corpus_text_document"]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            "--global-batch-size 64 --rampup-batch-size 16 16 4800 --lr-warmup-samples 100 --lr-decay-samples 60000",
+            {"model.rampup_batch_size": [16, 16, 4800], "warmup_tokens": 102_400, "decay_tokens": 61_440_000},
+        ),
+        (
+            "--step-batch-size-schedule '0:16 1M:64' --lr-warmup-fraction 0.01 --lr-decay-style WSD "
+            "--lr-wsd-decay-samples 10000",
+            {
+                "model.global_batch_size": 64,
+                "model.step_batch_size_schedule": "0:16 1M:64",
+                "warmup_tokens": 655_360,
+                "wsd_decay_tokens": 10_240_000,
+            },
+        ),
+    ],
+)
+def test_samples_of_a_run_whose_batch_grows_become_tokens(words, expected, capsys):
+    small = SMALL[: SMALL.index("--global-batch-size")] + SMALL[SMALL.index("--lr") :]
+    done = translate(capsys, *small, "--train-samples", "64000", *shlex.split(words))
+
+    assert done.code == 0, done.report
+    assert (done.keys["trainer.max_steps"], done.keys["trainer.max_tokens"]) == (None, 65_536_000)
+    sched = {key.removeprefix("model.optim.sched."): value for key, value in done.keys.items()}
+    assert {key: sched.get(key) for key in expected} == expected
+    assert not [key for key in sched if key in ("warmup_steps", "decay_steps", "wsd_decay_steps")]
 
 
 def test_mixtral_8x7b(capsys):

@@ -40,6 +40,15 @@ def test_megatron_gpt_config_with_overrides(capsys):
     assert "save_top_k=10" in lost
 
 
+def test_a_growing_batch_keeps_its_name(capsys):
+    growing = ("model.global_batch_size=256", "model.rampup_batch_size=[64,64,10000]")
+    done = translate(capsys, "--from", "nemo", GPT, "trainer.devices=8", *growing)
+
+    assert done.code == 0, done.report
+    assert done.keys["model.rampup_batch_size"] == [64, 64, 10000]
+    assert "model.rampup_batch_size" not in translate(capsys, "--from", "nemo", GPT, "trainer.devices=8").keys
+
+
 def test_megatron_llama_config(capsys):
     # Found out from the file.
     done = translate(capsys, LLAMA, "model.override_vocab_size=128256")

@@ -32,6 +32,7 @@ from gpt_pretrain.benchmark.results import GemmCeiling, Machine
 from gpt_pretrain.config.choices import CrossEntropyFusion
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.schedule import last_step
 from gpt_pretrain.config.schema import BenchmarkConfig
 from gpt_pretrain.fp8.local_layers import fp8_layers
 from gpt_pretrain.launch.environment import ask_driver, library_versions
@@ -53,7 +54,7 @@ def run_bare_loop(spec: RunSpec, after_step: Callable[[int], None]) -> None:
     check_machine(spec)
     with process_groups(spec.model, spec.launch, spec.platform), user_buffers(spec):
         step = build_bare_step(spec)
-        for number in range(1, spec.config.trainer.max_steps + 1):
+        for number in range(1, last_step(spec.config) + 1):
             step()
             after_step(number)
 

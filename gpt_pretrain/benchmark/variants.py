@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from gpt_pretrain.config.derived import decay_steps
 from gpt_pretrain.config.errors import ConfigError, hydra_quoted
 from gpt_pretrain.config.keys import did_you_mean, flatten, nearest_name
+from gpt_pretrain.config.schedule import rate_phases
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.features.resolve import build_run_spec
@@ -31,7 +31,11 @@ _BARE = "bare"
 # What a benchmark sets in a run besides the number of steps, so that it only trains.
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
+    "trainer.max_tokens": "null",
     "trainer.max_time": "null",
+    # Every step has as many samples as the last ones of the run.
+    "model.rampup_batch_size": "null",
+    "model.step_batch_size_schedule": "null",
     "trainer.max_spike_rewinds": "null",
     "checkpoint.save_interval": "null",
     "checkpoint.save_interval_minutes": "null",
@@ -247,11 +251,14 @@ def run_overrides(config: Config, run_dir: Path, *, profiled: bool) -> list[str]
     """The overrides that reduce a run to the benchmark's: its first steps and nothing else."""
     benchmark = config.benchmark
     steps = benchmark.warmup_steps + benchmark.steps + (PROFILED_STEPS if profiled else 0)
-    key = "model.optim.sched.decay_steps"
+    phases, sched = rate_phases(config), "model.optim.sched"
+    decay = [f"{sched}.decay_steps={phases.decay}"]
+    if phases.in_tokens:
+        decay = [f"{sched}.decay_steps=null", f"{sched}.decay_tokens={phases.decay}"]
     return [
         f"run_dir={hydra_quoted(str(run_dir))}",
         f"trainer.max_steps={steps}",
         # Fewer steps must not change the learning rates.
-        *([] if given_without_effect(config, frozenset({key})) else [f"{key}={decay_steps(config)}"]),
+        *([] if given_without_effect(config, frozenset({decay[-1].partition("=")[0]})) else decay),
         *(f"{key}={value}" for key, value in _OWN_VALUES.items()),
     ]

@@ -54,6 +54,7 @@ from gpt_pretrain.checkpoint.state import (
 )
 from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.schedule import rates_in_tokens
 from gpt_pretrain.config.schema import CheckpointConfig, Config
 from gpt_pretrain.megatron.optimizer_state import (
     is_moment,
@@ -291,19 +292,22 @@ def load_checkpoint(
             or (is_moment(key) and changes_optimizer)
         )
 
+    progress = manifest.progress_at(model.encoder_seq_length)
+    trained = progress.trained(model.encoder_seq_length)
+    place = trained.tokens if rates_in_tokens(config) else trained.steps
     with restricted(path):
         state = _load(path, trainable, wanted, left_out)
         load_optimizer_state(trainable.optimizer, state["optimizer"] | ({"step": 0} if changes_optimizer else {}))
         share_weights_of_masters(trainable.optimizer, trainable.model)
         # megatron-core adds the checkpoint's steps to those taken.
         trainable.scheduler.num_steps = 0
-        trainable.scheduler.load_state_dict(state["scheduler"])
+        # The configuration says whether rates follow steps or tokens; checkpoints hold what their runs followed.
+        trainable.scheduler.load_state_dict(state["scheduler"] | {"num_steps": place})
         if restores_random_states:
             restore_random_states(state[RANDOM_STATES])
         else:
             _seed_anew(model.seed, manifest.step)
     digests = state.get(FP8_DIGESTS) if restores_fp8 else None
-    progress = manifest.progress_at(model.encoder_seq_length)
     if progress.earlier_lengths != manifest.earlier_lengths:
         notes.append(
             f"model.encoder_seq_length={model.encoder_seq_length} (saved with {manifest.sequence_length}): the samples "

@@ -19,6 +19,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, read_foreign_json, write_file
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.mixtures import ConsumedSource
+from gpt_pretrain.config.schedule import Trained
 from gpt_pretrain.config.yaml_files import check_values
 from gpt_pretrain.data.cache import fingerprint
 
@@ -83,8 +84,24 @@ class TrainingProgress(JsonObject):
 
     def consumed_tokens(self, sequence_length: int) -> int:
         """Training tokens behind the run in the data, the last of them in samples of `sequence_length` tokens."""
-        since = self.consumed_samples - sum(num_samples for num_samples, _ in self.earlier_lengths)
-        return since * sequence_length + sum(num_samples * length for num_samples, length in self.earlier_lengths)
+        return self._tokens_of(self.consumed_samples, sequence_length)
+
+    def trained(self, sequence_length: int) -> Trained:
+        """What the run has trained on, without what rewinds passed over."""
+        samples, tokens = self.consumed_samples, self.consumed_tokens(sequence_length)
+        for first, num_samples in self.passed_over:
+            samples -= num_samples
+            tokens -= self._tokens_of(first + num_samples, sequence_length) - self._tokens_of(first, sequence_length)
+        return Trained(self.step, samples, tokens)
+
+    def _tokens_of(self, num_samples: int, sequence_length: int) -> int:
+        """Tokens of the first samples."""
+        tokens = 0
+        for earlier, length in self.earlier_lengths:
+            of_length = min(earlier, num_samples)
+            tokens += of_length * length
+            num_samples -= of_length
+        return tokens + num_samples * sequence_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -32,6 +32,7 @@ from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.config.errors import ConfigError, RunError, UserError, hydra_quoted, override_word, show
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
+from gpt_pretrain.config.schedule import last_step
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import run_lock
@@ -68,7 +69,7 @@ class PlannedRun:
         if metrics.summary is not None:
             return metrics.summary.end_reason == "max_steps"
         # A run that was killed after its last step would write no summary when started again either.
-        return bool(metrics.train) and metrics.train[-1].step >= self.config.trainer.max_steps
+        return bool(metrics.train) and metrics.train[-1].step >= last_step(self.config)
 
 
 def compare_problems(config: Config) -> Iterator[str]:

@@ -24,7 +24,7 @@ def masks_tokens(model: ModelConfig) -> bool:
 
 
 def num_microbatches(model: ModelConfig, world_size: int) -> int:
-    """Forward-backward passes of each data-parallel rank per optimizer step."""
+    """Forward-backward passes of each data-parallel rank per step of `global_batch_size` samples."""
     return model.global_batch_size // (model.micro_batch_size * data_parallel_size(model, world_size))
 
 
@@ -144,18 +144,6 @@ def attended_length(squared_lengths: float, num_tokens: int) -> float:
     return squared_lengths / num_tokens
 
 
-def decay_steps(config: Config) -> int:
-    """Step at which the learning rate reaches its minimum."""
-    steps = config.model.optim.sched.decay_steps
-    return config.trainer.max_steps if steps is None else steps
-
-
-def warmup_steps(config: Config) -> int:
-    """Steps of linear warmup."""
-    steps = config.model.optim.sched.warmup_steps
-    return min(decay_steps(config) // 10, 2000) if steps is None else steps
-
-
 def min_lr(optim: OptimConfig) -> float:
     """Learning rate after the decay."""
     return optim.lr / 10 if optim.sched.min_lr is None else optim.sched.min_lr
@@ -164,22 +152,6 @@ def min_lr(optim: OptimConfig) -> float:
 def decoupled_min_lr(optim: OptimConfig) -> float | None:
     """Learning rate of word embeddings and LM head after the decay; None: they have no rate of their own."""
     return None if optim.decoupled_lr is None else optim.decoupled_lr / 10
-
-
-def num_train_samples(config: Config, *, step: int = 0, consumed_samples: int = 0, passed_over: int = 0) -> int:
-    """Training samples of the whole run: the same at each start, so that it finds its sample indices again.
-
-    At step `step` the run, which may resume with another batch size, has consumed or skipped `consumed_samples`, and
-    skipped `passed_over` of them. Each rewind may skip the samples of a save interval and the margin, because the
-    checkpoint it returns to is no older.
-    """
-    steps_left = max(1, config.trainer.max_steps - step)
-    spare_steps = 0
-    if config.trainer.max_spike_rewinds is not None and config.checkpoint.save_interval is not None:
-        interval = config.checkpoint.save_interval + config.trainer.spike_margin
-        spare_steps = config.trainer.max_spike_rewinds * interval
-    spare = max(0, spare_steps * config.model.global_batch_size - passed_over)
-    return consumed_samples + steps_left * config.model.global_batch_size + spare
 
 
 def weight_of(entry: str | float) -> float | None:

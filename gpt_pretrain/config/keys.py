@@ -40,7 +40,8 @@ UNSUPPORTED = {
     ),
     "grad_reduce_in_bf16": "use model.grad_reduce_in_fp32=false",
     "train_samples": (
-        "training counts steps: use trainer.max_steps, with the samples divided by model.global_batch_size"
+        "use trainer.max_steps, with the samples divided by model.global_batch_size, or trainer.max_tokens with "
+        "trainer.max_steps=null"
     ),
     "swiglu": "use model.activation=swiglu",
     "disable_bias_linear": "use model.bias=false",

@@ -66,8 +66,10 @@ class TrainerConfig:
     """Number of nodes, which must match what the launcher started; null: whatever it started."""
     precision: Precision = key(aliases=["bf16"], planned=True)
     """auto (bf16 on a GPU, fp32 without), fp32 or bf16."""
-    max_steps: int = key(minimum=1, largest=2**31 - 1, aliases=["train_iters", "training.steps"])
-    """Optimizer steps of the whole run, including resumed parts."""
+    max_steps: int | None = key(minimum=1, largest=2**31 - 1, aliases=["train_iters", "training.steps"])
+    """Optimizer steps of the whole run, including resumed parts; null: max_tokens ends it."""
+    max_tokens: int | None = key(minimum=1, before=None)
+    """Training tokens of the whole run, which ends with the step that reaches them; needs max_steps=null."""
     max_time: str | None
     """Stop training after this time, "DD:HH:MM:SS" from the first step. The run then saves a checkpoint, without a
     final validation or sample. null: no limit."""

@@ -149,16 +149,23 @@ class ScheduleConfig:
     name: ScheduleName = key(aliases=["lr_decay_style"])
     """Decay after the warmup: constant, linear, cosine, wsd (warmup, stable, decay)."""
     warmup_steps: int | None = key(minimum=0, largest=2**31 - 1, aliases=["lr_warmup_iters"])
-    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`; null: decay_steps / 10, at most
+    """Optimizer steps of linear warmup from `init_lr` to `model.optim.lr`; null: a tenth of the decay's end, at most
     2,000."""
+    warmup_tokens: int | None = key(minimum=0, before=None)
+    """Tokens of the warmup, instead of warmup_steps. If one of the schedule's keys or trainer.max_tokens counts tokens,
+    the rate follows tokens, and lengths in steps are those steps' tokens."""
     decay_steps: int | None = key(minimum=1, aliases=["lr_decay_iters"])
-    """Step at which the rate reaches `min_lr`, warmup included; null: trainer.max_steps."""
+    """Step at which the rate reaches `min_lr`, warmup included; null: the end of the run."""
+    decay_tokens: int | None = key(minimum=1, before=None)
+    """Tokens after which the rate reaches `min_lr`, instead of decay_steps."""
     init_lr: float
     """Learning rate at step 0 of the warmup."""
     min_lr: float | None = key(unread=[_WITH_CONSTANT_RATE])
     """Learning rate after the decay; null: a tenth of `model.optim.lr`."""
     wsd_decay_steps: int | None = key(minimum=1, unread=[_with_wsd(f"{_SCHEDULE}=wsd, or {{key}}=null")])
-    """name=wsd: steps of the final decay; required with wsd, refused otherwise."""
+    """name=wsd: steps of the final decay; wsd requires this or wsd_decay_tokens, others refuse both."""
+    wsd_decay_tokens: int | None = key(minimum=1, before=None, unread=[_with_wsd(f"{_SCHEDULE}=wsd, or {{key}}=null")])
+    """name=wsd: tokens of the final decay, instead of wsd_decay_steps."""
     wsd_decay_style: WsdDecay = key(unread=[_with_wsd()])
     """name=wsd: shape of the final decay."""
 

@@ -192,7 +192,14 @@ class ModelConfig:
     micro_batch_size: int = key(minimum=1, largest=2**20, aliases=["per_device_train_batch_size", "local_batch_size"])
     """Samples per forward pass and data-parallel rank."""
     global_batch_size: int = key(minimum=1, largest=2**24, aliases=["train_batch_size"], identity="batch")
-    """Samples per optimizer step, over all ranks."""
+    """Samples per optimizer step, over all ranks; those of the last steps where the batch grows. Validation has as many
+    in a batch from the start."""
+    rampup_batch_size: list[int] | None = key(before=None, identity="batch")
+    """Grow the batch linearly: [start,increment,samples] begins with `start` samples and reaches global_batch_size over
+    so many samples, by `increment` each time. null: no ramp."""
+    step_batch_size_schedule: str | None = key(before=None, identity="batch")
+    """Grow the batch in steps by tokens: "0:256 10B:512 50B:1024" trains with 512 samples after 10 billion tokens.
+    K, M, B and T are suffixes; the last batch is global_batch_size. null: none."""
     seed: int = key(minimum=0, largest=2**32 - 1)
     """Seed for weights, data order and dropout."""
 

@@ -1,8 +1,9 @@
 """From samples to the microbatches of one data-parallel rank, in an order that does not depend on the layout.
 
-Global batch k holds samples [k·gbs, (k+1)·gbs) of the data set at every data-parallel size. Within it, microbatch m of
+A global batch holds the samples that follow the batch before, at every data-parallel size. Within it, microbatch m of
 rank r reads the `micro_batch_size` samples from (m·dp + r)·micro on, as megatron-core does. A run that resumes at
-`consumed_samples` on another number of ranks thus trains on the same samples in the same steps.
+`consumed_samples` on another number of ranks thus trains on the same samples in the same steps, and a batch that grows
+changes no sample's place.
 
 A server process that has imported this module forks the data-loading processes. The rank itself does not: its copies
 would keep its CUDA context and its connections to other ranks open after it is gone, and duplicate its memory.
@@ -73,29 +74,26 @@ def microbatches(
     num_samples: int,
     consumed_samples: int,
     micro_batch_size: int,
-    global_batch_size: int,
     data_parallel_rank: int,
     data_parallel_size: int,
     repeat: bool,
 ) -> Iterator[list[int]]:
     """Sample indices of each microbatch of one rank, after the `consumed_samples` that earlier steps have read.
 
-    Samples [0, num_samples) are read, except a last, incomplete global batch; with `repeat` again and again.
+    Samples [0, num_samples) are read, as far as all ranks have a whole microbatch; with `repeat` again and again.
     """
     assert 0 <= data_parallel_rank < data_parallel_size, (data_parallel_rank, data_parallel_size)
     stride = micro_batch_size * data_parallel_size
-    assert global_batch_size % stride == 0, (global_batch_size, stride)
-    assert num_samples >= global_batch_size, (num_samples, global_batch_size)
+    assert num_samples >= stride, (num_samples, stride)
     start = consumed_samples
     while True:
-        if start + global_batch_size > num_samples:
+        if start + stride > num_samples:
             if not repeat:
                 return
             start = 0
-        for offset in range(0, global_batch_size, stride):
-            first = start + offset + data_parallel_rank * micro_batch_size
-            yield list(range(first, first + micro_batch_size))
-        start += global_batch_size
+        first = start + data_parallel_rank * micro_batch_size
+        yield list(range(first, first + micro_batch_size))
+        start += stride
 
 
 class BatchIterator(Iterator[Batch]):
@@ -153,7 +151,7 @@ def build_batch_iterator(
     consumed_samples: int = 0,
     is_validation: bool = False,
 ) -> BatchIterator:
-    """Microbatches from `consumed_samples` on; num_microbatches of them make a step.
+    """Microbatches from `consumed_samples` on; each step takes as many as its batch has.
 
     Those of validation never end: they are limit_val_batches global batches of each set again and again. Every
     validation draws all of them and so sees the same samples, which makes its losses comparable.
@@ -162,7 +160,6 @@ def build_batch_iterator(
         num_samples=dataset.num_samples if is_validation else len(dataset),
         consumed_samples=consumed_samples,
         micro_batch_size=config.model.micro_batch_size,
-        global_batch_size=config.model.global_batch_size,
         data_parallel_rank=data_parallel_rank,
         data_parallel_size=data_parallel_size,
         repeat=is_validation,

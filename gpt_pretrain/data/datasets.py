@@ -27,6 +27,7 @@ from torch.utils.data import Dataset
 from gpt_pretrain.config.errors import UserError, format_bytes, reason
 from gpt_pretrain.config.files import check_regular, remove
 from gpt_pretrain.config.mixtures import ConsumedSource, Stage
+from gpt_pretrain.config.schedule import last_step
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
@@ -314,15 +315,21 @@ def _index_failures_told(index: Path, cache: Path) -> Iterator[None]:
 
 def _check_max_epochs(config: Config, epochs: Mapping[str, float]) -> None:
     """Refuses a run that would read a source more often than `model.data.max_epochs`."""
-    most, steps = config.model.data.max_epochs, config.trainer.max_steps
+    most, steps = config.model.data.max_epochs, last_step(config)
     name = max(epochs, key=lambda each: epochs[each])
     if most is None or epochs[name] <= most:
         return
     others = "" if len(epochs) == 1 else f", a smaller weight of {name}"
     raise UserError(
-        f"model.data.max_epochs={most:g}: in trainer.max_steps={steps} the source {name} is read {epochs[name]:.2f} "
+        f"model.data.max_epochs={most:g}: in {_length(config, steps)} the source {name} is read {epochs[name]:.2f} "
         f"times; use fewer steps, more data{others}, or model.data.max_epochs={math.ceil(epochs[name])}"
     )
+
+
+def _length(config: Config, steps: int) -> str:
+    """The key that says how long a run of so many steps is."""
+    most = config.trainer.max_tokens
+    return f"trainer.max_steps={steps}" if most is None else f"trainer.max_tokens={most} ({steps} steps)"
 
 
 def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
@@ -333,11 +340,11 @@ def _check_index_fits(config: Config, corpus: Corpus, num_samples: int) -> None:
     needed = num_samples * of_sample + math.ceil(epochs) * documents * 4
     there, whose = host_memory_bytes()
     if needed > there:
-        steps = config.trainer.max_steps
+        steps = last_step(config)
         raise UserError(
-            f"trainer.max_steps={steps} with model.global_batch_size={config.model.global_batch_size}: the index of "
+            f"{_length(config, steps)} with model.global_batch_size={config.model.global_batch_size}: the index of "
             f"{num_samples:,} samples takes {format_bytes(needed)}, and {whose} has {format_bytes(there)}; use "
-            f"{steps * there // needed // 2} or fewer"
+            f"{steps * there // needed // 2} steps or fewer"
         )
 
 

@@ -140,10 +140,16 @@ class Proof:
 
     `number` counts the proofs of the run and decides what this one looks at (`fp8/turns.py`). `saved` are digests of
     delayed scaling's state (`delayed.state_digests`) in the checkpoint that was loaded before this step, if one was.
+    The step has `num_microbatches`; None: those of model.global_batch_size.
     """
 
     def __init__(
-        self, model: Model, optimizer: MegatronOptimizer, number: int, saved: Mapping[str, str] | None = None
+        self,
+        model: Model,
+        optimizer: MegatronOptimizer,
+        number: int,
+        saved: Mapping[str, str] | None = None,
+        num_microbatches: int | None = None,
     ) -> None:
         spec, settings = model.spec, model.spec.fp8
         assert settings is not None, "without FP8 there is nothing to prove"
@@ -165,7 +171,9 @@ class Proof:
         # Before the step changes them.
         self._changed_states = list(self._compare_states(saved or {}))
         self.turn = Turn(
-            number=number, rank=torch.distributed.get_rank(), num_microbatches=spec.layout.num_microbatches
+            number=number,
+            rank=torch.distributed.get_rank(),
+            num_microbatches=num_microbatches or spec.layout.num_microbatches,
         )
         """What this rank looks at."""
         self._values: WatchedValues | None = None

@@ -28,7 +28,8 @@ from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler, get_canonical_lr_for_logging
 
 from gpt_pretrain.config.choices import OptimizerName
-from gpt_pretrain.config.derived import decay_steps, min_lr, shards_gradients, warmup_steps
+from gpt_pretrain.config.derived import min_lr, shards_gradients
+from gpt_pretrain.config.schedule import rate_phases
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.features.mup import SCALED_BY_WIDTH, width_overrides
@@ -122,24 +123,24 @@ def _masters(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 def build_scheduler(config: Config, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Learning rate and weight decay as functions of the optimizer steps taken."""
-    optim, sched = config.model.optim, config.model.optim.sched
+    """Learning rate and weight decay as functions of the optimizer steps taken, or of the tokens trained on."""
+    optim, sched, phases = config.model.optim, config.model.optim.sched, rate_phases(config)
     return OptimizerParamScheduler(
         optimizer,
         init_lr=sched.init_lr,
         max_lr=optim.lr,
         min_lr=min_lr(optim),
-        lr_warmup_steps=warmup_steps(config),
-        lr_decay_steps=decay_steps(config),
+        lr_warmup_steps=phases.warmup,
+        lr_decay_steps=phases.decay,
         lr_decay_style=sched.name.value,
         start_wd=optim.weight_decay,
         end_wd=optim.weight_decay,
-        wd_incr_steps=config.trainer.max_steps,
+        wd_incr_steps=phases.decay,
         wd_incr_style="constant",
         # On resume the configuration gives the schedule, and the checkpoint its position.
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
-        wsd_decay_steps=sched.wsd_decay_steps,
+        wsd_decay_steps=phases.wsd_decay,
         lr_wsd_decay_style=sched.wsd_decay_style.value,
     )
 

@@ -17,14 +17,22 @@ Examples:
 
 import sys
 from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from gpt_pretrain.commands.command import ALONE, print_job, run_with_config
 from gpt_pretrain.commands.command_line import Request
 from gpt_pretrain.config.errors import ConfigError, visible
+from gpt_pretrain.config.schedule import batch_grows, rates_in_tokens
+from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, make_run_dir
 from gpt_pretrain.plan.machine import planned_problems, platform_problems
 from gpt_pretrain.rules.jobs import Job
+
+if TYPE_CHECKING:
+    from gpt_pretrain.plan.forecast import Plan
 
 
 def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
@@ -52,6 +60,28 @@ def plan_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
         plan = build_plan(job.config)
         print_plan(plan, console_of_width(WIDTH))
         sys.stdout.write(f"\nwritten: {visible(str(write_plan(plan, run_dir)))}\n")
+        if batch_grows(job.config.model) or rates_in_tokens(job.config):
+            sys.stdout.write(f"written: {visible(str(write_picture(plan, run_dir)))}\n")
+
+
+def write_picture(plan: "Plan", run_dir: Path) -> Path:
+    """Writes `schedule.html`: learning rate and batch over tokens. The batch of a point is that of the step to it."""
+    from gpt_pretrain.compare.comparison import write_result
+    from gpt_pretrain.compare.page import build_plot, html_page
+    from gpt_pretrain.plan.schedule import rate_curve
+
+    prepare_libraries()
+    tokens, rates = zip(*rate_curve(plan.spec.config, plan.schedule), strict=True)
+    stages = plan.schedule.stages
+    ends = [*(stage.begin_tokens for stage in stages), plan.schedule.num_tokens]
+    batches = [*(stage.global_batch_size for stage in stages), stages[-1].global_batch_size]
+    traces: dict[str, tuple[str, dict[str, Any]]] = {
+        "learning rate": ("model.optim.lr", {"x": tokens, "y": rates, "mode": "lines"}),
+        "batch": ("samples a step", {"x": ends, "y": batches, "mode": "lines", "line": {"shape": "hv"}}),
+    }
+    plots = [(name, build_plot(name, [trace], "tokens", unit)) for name, (unit, trace) in traces.items()]
+    above = f"<p>{escape(plan.schedule.rates)}; {plan.schedule.num_steps:,} steps</p>\n"
+    return write_result(run_dir / "schedule.html", html_page(f"{plan.spec.config.name}: schedule", above, plots, ""))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -18,13 +18,15 @@ from rich.text import Text
 
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import FLOPS_FORMULA
-from gpt_pretrain.config.errors import counted, format_short
+from gpt_pretrain.config.errors import counted, format_digits, format_short
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.schedule import batch_grows
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
 from gpt_pretrain.plan.forecast import Plan
 from gpt_pretrain.plan.machine import EFFICIENCY
 from gpt_pretrain.plan.memory import GIB, ITEMS
+from gpt_pretrain.plan.schedule import RunSchedule, shortened
 from gpt_pretrain.plan.speed import SpeedForecast
 from gpt_pretrain.run.kernels import fused_parts
 from gpt_pretrain.run.products import describe_kept_out
@@ -73,12 +75,23 @@ def _header(plan: Plan) -> RenderableType:
         f"{model.global_batch_size} samples ({format_short(tokens)} tokens) a step: "
         f"{counted(layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size} per data-parallel rank",
     )
+    grid.add_row("length", _length(plan.schedule))
+    grid.add_row("rate", plan.schedule.rates)
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
     share = f"{plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8"
     grid.add_row("layers", "; ".join([layers, share, *describe_kept_out(plan.spec)]))
     grid.add_row("fused", fused_parts(plan.spec.kernels))
     return Panel(grid, title=Text(f"plan: {plan.spec.config.name}", style="bold"), title_align="left", width=WIDTH)
+
+
+def _length(schedule: RunSchedule) -> str:
+    time = "" if schedule.time_s is None else f", {_hours(schedule.time_s)} hours without validations and saves"
+    return f"{counted(schedule.num_steps, 'step')}, {format_short(schedule.num_tokens)} tokens{time}"
+
+
+def _hours(seconds: float | None) -> str:
+    return "" if seconds is None else format_digits(seconds / 3600)
 
 
 def _fields(setting: Setting) -> list[tuple[str, str]]:
@@ -171,6 +184,22 @@ def _speed(plan: Plan, speed: SpeedForecast) -> Table:
     return table
 
 
+def _steps(schedule: RunSchedule) -> Table:
+    names = ("from step", "after tokens", "samples a step", "microbatches", "steps", "tokens", "hours")
+    table = _table("Steps of the run, with a batch that grows", *[(name, "right") for name in names])
+    for stage in shortened(schedule.stages):
+        if stage is None:
+            table.add_row(*"…" * len(names))
+            continue
+        counts = (stage.first_step, stage.begin_tokens, stage.global_batch_size, stage.num_microbatches)
+        numbers = [f"{number:,}" for number in (*counts, stage.num_steps, stage.num_tokens)]
+        table.add_row(*numbers, _hours(stage.time_s))
+    table.add_section()
+    totals = [f"{number:,}" for number in (schedule.num_steps, schedule.num_tokens)]
+    table.add_row("", "", "", "whole run", *totals, _hours(schedule.time_s), style="bold")
+    return table
+
+
 def print_plan(plan: Plan, console: Console) -> None:
     """Prints a plan."""
     console.print(_header(plan))
@@ -190,6 +219,8 @@ def print_plan(plan: Plan, console: Console) -> None:
             left_out += "; Muon's orthogonalization is not counted"
         basis = f"Roofline with {shares}, calibrated on an H200{left_out}.\n"
         console.print(Text(basis, style="dim"))
+    if batch_grows(plan.spec.model):
+        console.print(_steps(plan.schedule))
     for verdict in plan.verdicts:
         style = "bold yellow" if verdict.is_bad else "bold green"
         console.print(Text.assemble((f"{verdict.label}:", style), f" {verdict.text}"))
@@ -221,6 +252,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "checkpoint": asdict(plan.checkpoint),
         "flops_per_token": plan.flops_per_token,
         "speed": of_speed or None,
+        "schedule": asdict(plan.schedule),
         "sentences": [str(verdict) for verdict in plan.verdicts],
     }
 

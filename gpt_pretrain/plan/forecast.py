@@ -1,6 +1,7 @@
 """The plan of one run: settings, linear layers, memory, speed and checkpoints, and verdicts that sum them up."""
 
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 
 from gpt_pretrain.config.choices import LayerName
@@ -14,7 +15,8 @@ from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
 from gpt_pretrain.plan.muon import fp32_state_bytes
 from gpt_pretrain.plan.out_of_memory import plan_remedies
-from gpt_pretrain.plan.speed import SpeedForecast, forecast_speed
+from gpt_pretrain.plan.schedule import RunSchedule, plan_steps
+from gpt_pretrain.plan.speed import SpeedForecast, batch_step_s, forecast_speed
 from gpt_pretrain.plan.stages import count_parameters, plan_stages
 from gpt_pretrain.run.gpus import GPUS, Gpu
 from gpt_pretrain.run.run_spec import RunSpec
@@ -166,6 +168,8 @@ class Plan:
     flops_per_token: float
     speed: SpeedForecast | None
     """None where no measurement supports a prediction."""
+    schedule: RunSchedule
+    """All steps of the run."""
     verdicts: tuple[PlanVerdict, ...]
     """What a person should know before starting the run, the most important first."""
 
@@ -190,6 +194,9 @@ def build_plan(config: Config) -> Plan:
     else:
         speed = forecast_speed(spec, gpu)
         verdicts.append(_fp8_verdict(speed, is_on=spec.fp8 is not None))
+    schedule = plan_steps(spec, None if speed is None else partial(batch_step_s, gpu, spec))
+    if schedule.unfinished:
+        verdicts.append(PlanVerdict("Batch", f"{schedule.unfinished}.", is_bad=True))
     if spec.model.layer is not LayerName.gpt:
         verdicts.append(PlanVerdict("Layers", _OWN_LAYERS.format(spec.model.layer.name)))
     if spec.model.num_moe_experts is not None:
@@ -204,5 +211,6 @@ def build_plan(config: Config) -> Plan:
         checkpoint=checkpoint,
         flops_per_token=flops_per_token(spec.model),
         speed=speed,
+        schedule=schedule,
         verdicts=(*verdicts, checkpoint.verdict),
     )

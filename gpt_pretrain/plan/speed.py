@@ -279,6 +279,12 @@ def _predict(gpu: Gpu, spec: RunSpec) -> Speed:
     )
 
 
+def batch_step_s(gpu: Gpu, spec: RunSpec, num_samples: int) -> float:
+    """Seconds of a step of so many samples, of a run with Transformer Engine layers."""
+    model = replace(spec.model, global_batch_size=num_samples, rampup_batch_size=None, step_batch_size_schedule=None)
+    return _predict(gpu, build_run_spec(replace(spec.config, model=model), spec.launch, spec.platform)).step_s
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedForecast:
     """The speed of the run, and of the same run in BF16 and in FP8."""

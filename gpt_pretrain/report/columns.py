@@ -102,6 +102,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "lr": ".3e",
         "decoupled_lr": ".3e",
         "hidden_lr": ".3e",
+        "global_batch_size": "d",
         "grad_norm": ".3f",
         "step_time_s": ".4f",
         "tokens_per_s": ".0f",
@@ -142,7 +143,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr", "hidden_lr", "losses", "set_bits_per_byte"}
+_OPTIONAL = {"decoupled_lr", "hidden_lr", "global_batch_size", "losses", "set_bits_per_byte"}
 # Names in a line that are not the field's.
 _LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 

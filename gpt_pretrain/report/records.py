@@ -69,6 +69,8 @@ class TrainRecord(Record):
     """Training samples seen up to this step, including those passed over in rewinds."""
     consumed_tokens: int
     """Training tokens seen up to this step."""
+    global_batch_size: int | None = None
+    """Samples of this step, where the batch grows; null if all steps have `model.global_batch_size`."""
     loss: float
     """Cross entropy in nats per token, over all ranks."""
     lr: float

@@ -7,12 +7,12 @@ Combinations that no test trains are refused as untested.
 from collections.abc import Iterator
 
 from gpt_pretrain.config.choices import Fp8Backend, MoeGroupedKernel, MoeLoadBalancing, MoeTokenDispatcher, Precision
-from gpt_pretrain.config.derived import expert_tensor_parallel_size, moe_ffn_hidden_size, num_microbatches
+from gpt_pretrain.config.derived import data_parallel_size, expert_tensor_parallel_size, moe_ffn_hidden_size
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, refusals, show
 from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.launch.ranks import Launch
-from gpt_pretrain.rules.model import batch_fits
+from gpt_pretrain.rules.schedule import batches
 from gpt_pretrain.run.fp8 import Obstacle, grouped_kernel_obstacles
 from gpt_pretrain.run.products import Resolved
 
@@ -76,9 +76,10 @@ def _exchange_obstacles(run: Resolved) -> Iterator[Obstacle]:
     if run.config.trainer.precision is Precision.fp32:
         yield "trainer.precision=fp32", "megatron-core overlaps it in bf16 only"
     launch = run.launch
-    if launch is not None and batch_fits(model, launch) and num_microbatches(model, launch.world_size) == 1:
-        batch = f"model.global_batch_size={model.global_batch_size} and model.micro_batch_size={model.micro_batch_size}"
-        yield batch, "a step has one microbatch, and no other one to overlap with"
+    batch, asked = next(iter(batches(model).items()))
+    if launch is not None and batch == model.micro_batch_size * data_parallel_size(model, launch.world_size):
+        setting = f"{asked} and model.micro_batch_size={model.micro_batch_size}"
+        yield setting, "a step has one microbatch, and no other one to overlap with"
 
 
 def expert_ranks(model: ModelConfig, experts: int, launch: Launch | None) -> Iterator[str]:

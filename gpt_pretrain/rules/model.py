@@ -16,7 +16,6 @@ from gpt_pretrain.config.choices import (
 from gpt_pretrain.config.derived import (
     expert_tensor_parallel_size,
     model_parallel_size,
-    num_microbatches,
     shards_gradients,
     uses_distributed_optimizer,
 )
@@ -24,6 +23,7 @@ from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, on
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.registry import FEATURES
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.schedule import batch_fits, batches, other_batches
 from gpt_pretrain.run.products import Resolved
 
 
@@ -62,20 +62,14 @@ def pipeline(model: ModelConfig, launch: Launch | None) -> Iterator[str]:
         near = one_of(multiples_near(model.num_layers, chunks))
         yield indivisible(f"model.num_layers={model.num_layers}", divisor, near, way)
     if vp is not None and launch is not None and batch_fits(model, launch):
-        microbatches = num_microbatches(model, launch.world_size)
-        if microbatches % pp:
-            per_step = model.global_batch_size // microbatches
-            yield (
-                f"model.global_batch_size={model.global_batch_size} makes {microbatches} microbatches, and the "
-                f"interleaved schedule needs a multiple of model.pipeline_model_parallel_size={pp}; use "
-                f"model.global_batch_size={one_of(multiples_near(model.global_batch_size, per_step * pp))}"
-            )
-
-
-def batch_fits(model: ModelConfig, launch: Launch) -> bool:
-    """Whether a whole number of microbatches makes the global batch."""
-    ranks, rest = divmod(launch.world_size, model_parallel_size(model))
-    return rest == 0 and model.global_batch_size % (model.micro_batch_size * ranks) == 0
+        samples = model.micro_batch_size * (launch.world_size // model_parallel_size(model))
+        for batch, asked in batches(model).items():
+            if (batch // samples) % pp:
+                yield (
+                    f"{asked} makes {batch // samples} microbatches, and the interleaved schedule needs a multiple of "
+                    f"model.pipeline_model_parallel_size={pp}; use {other_batches(model, batch, samples * pp)}"
+                )
+                return
 
 
 def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
@@ -90,9 +84,13 @@ def world_and_batch(model: ModelConfig, launch: Launch) -> Iterator[str]:
         )
     elif not batch_fits(model, launch):
         ranks = world // size
-        batch, samples = model.global_batch_size, model.micro_batch_size * ranks
+        samples = model.micro_batch_size * ranks
         divisor = f"model.micro_batch_size={model.micro_batch_size} × {ranks} data-parallel ranks = {samples}"
-        yield indivisible(f"model.global_batch_size={batch}", divisor, one_of(multiples_near(batch, samples)))
+        batch, asked = next(each for each in batches(model).items() if each[0] % samples)
+        if batch == model.global_batch_size:
+            yield indivisible(asked, divisor, one_of(multiples_near(batch, samples)))
+        else:
+            yield indivisible(asked, divisor, other_batches(model, batch, samples))
     else:
         yield from _instances(model, world // model.pipeline_model_parallel_size)
 

@@ -13,11 +13,11 @@ from functools import cache, partial
 from typing import Any
 
 from gpt_pretrain.config.choices import AUTO, AmaxComputeAlgo, Fp8Backend, OnSaveError, ScheduleName
-from gpt_pretrain.config.derived import warmup_steps
 from gpt_pretrain.config.errors import show
 from gpt_pretrain.config.facts import NOT_TOLD, Unread
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.config.recipes import DELAYED_KEYS, RECIPES
+from gpt_pretrain.config.schedule import has_length, rate_phases
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.run.optimizers import OPTIMIZERS
 from gpt_pretrain.run.products import Resolved, resolve
@@ -86,7 +86,8 @@ def _unread_by_optimizer(name: str) -> Why:
 
 def _has_own_warmup(run: Resolved) -> bool:
     sched = run.model.optim.sched
-    return sched.name is ScheduleName.constant and sched.warmup_steps is not None
+    has_warmup = sched.warmup_steps is not None or sched.warmup_tokens is not None
+    return sched.name is ScheduleName.constant and has_warmup
 
 
 def _saves_nothing(run: Resolved) -> bool:
@@ -153,7 +154,10 @@ def _other_rows() -> Iterator[NoEffect]:
     sched = "model.optim.sched"
     own_warmup = _if(_has_own_warmup, f"{sched}.name=constant, and the warmup has steps of its own")
     yield NoEffect(f"{sched}.decay_steps", own_warmup)
-    no_warmup = _if(lambda run: not warmup_steps(run.config), f"no warmup ({sched}.warmup_steps)")
+    yield NoEffect(f"{sched}.decay_tokens", own_warmup)
+    no_warmup = _if(
+        lambda run: has_length(run.config) and not rate_phases(run.config).warmup, f"no warmup ({sched}.warmup_steps)"
+    )
     yield NoEffect(f"{sched}.init_lr", no_warmup)
     whole_files = _if(lambda run: bool(run.config.model.data.validation_prefix), "model.data.validation_prefix")
     yield NoEffect("model.data.splits_string", whole_files)

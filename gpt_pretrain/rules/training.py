@@ -7,13 +7,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, ScheduleName, TokenizerLibrary
-from gpt_pretrain.config.derived import decay_steps, max_time_s, min_lr, warmup_steps
+from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, TokenizerLibrary
+from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals, show
 from gpt_pretrain.config.mixtures import mixture_problems
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.schedule import schedule_problems
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
 
@@ -26,7 +27,7 @@ TESTED_EMERGING_OPTIMIZERS = "0.3"
 def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     """All problems outside the architecture; without `launch`, none about the world size."""
     yield from _optimizer(config)
-    yield from _schedule(config)
+    yield from schedule_problems(config)
     yield from _corpus(config.model.data)
     yield from _splits(config)
     yield from _tokenizer(config)
@@ -74,39 +75,6 @@ def _missing_muon() -> Iterator[str]:
         f"model.optim.name=muon needs emerging-optimizers {TESTED_EMERGING_OPTIMIZERS}, and {found}; "
         f"{how_to_install('muon')}, or use optimizer=adam"
     )
-
-
-def _schedule(config: Config) -> Iterator[str]:
-    """What OptimizerParamScheduler asserts."""
-    optim, sched = config.model.optim, config.model.optim.sched
-    decay, warmup = decay_steps(config), warmup_steps(config)
-    decay_key = f"model.optim.sched.decay_steps={decay}"
-    if sched.decay_steps is None:
-        decay_key = f"trainer.max_steps={decay} (decay_steps=null)"
-    if 0 < decay <= warmup:
-        yield (
-            f"model.optim.sched.warmup_steps={warmup} is not below {decay_key}; "
-            f"use {'0' if decay == 1 else f'0 to {decay - 1}'}, or set a longer decay_steps"
-        )
-    for name, value in (("min_lr", min_lr(optim)), ("init_lr", sched.init_lr)):
-        if not 0 <= value <= optim.lr:
-            yield f"model.optim.sched.{name}={value} is not between 0 and model.optim.lr={optim.lr}; set both together"
-    if optim.decoupled_lr is not None and sched.init_lr > optim.decoupled_lr:
-        yield (
-            f"model.optim.sched.init_lr={sched.init_lr} is above model.optim.decoupled_lr={optim.decoupled_lr}; use "
-            f"0 to {optim.decoupled_lr}, or model.optim.decoupled_lr=null"
-        )
-    wsd, phase = sched.name is ScheduleName.wsd, sched.wsd_decay_steps
-    if wsd and phase is None:
-        yield (
-            "model.optim.sched.name=wsd needs model.optim.sched.wsd_decay_steps, the length of its last phase; "
-            f"use model.optim.sched.wsd_decay_steps=1 to {max(1, decay - warmup)}"
-        )
-    if wsd and phase is not None and phase > decay - warmup > 0:
-        yield (
-            f"model.optim.sched.wsd_decay_steps={phase} is longer than the steps that warmup leaves of {decay_key}; "
-            f"use 1 to {decay - warmup}"
-        )
 
 
 def _corpus(data: DataConfig) -> Iterator[str]:

@@ -32,7 +32,7 @@ class Layout:
     etp: int
     """Ranks that share each expert's matrices."""
     num_microbatches: int
-    """Per optimizer step and data-parallel rank."""
+    """Per data-parallel rank and optimizer step of `model.global_batch_size` samples."""
     instances: int
     """Groups of data-parallel ranks with the same shards."""
     gpus_per_node: int
@@ -61,6 +61,10 @@ class RunSpec(Resolved):
     platform: Platform
     kernels: Kernels
     layout: Layout
+
+    def microbatches_of(self, num_samples: int) -> int:
+        """Forward-backward passes of each data-parallel rank for a step of so many samples."""
+        return num_samples // (self.model.micro_batch_size * self.layout.dp)
 
     @property
     def te_fp8(self) -> Fp8Settings | None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from gpt_pretrain.config.choices import ScheduleName
+from gpt_pretrain.config.schedule import last_step
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
@@ -27,11 +28,21 @@ from gpt_pretrain.training.step import data_iterators, train_step
 
 
 def at_peak_rate(config: Config, steps: int) -> Config:
-    """The configuration with that many steps, all at the peak rate."""
-    optim = config.model.optim
-    schedule = replace(optim.sched, name=ScheduleName.constant, warmup_steps=0, decay_steps=None, wsd_decay_steps=None)
-    model = replace(config.model, optim=replace(optim, sched=schedule))
-    return replace(config, model=model, trainer=replace(config.trainer, max_steps=steps, limit_val_batches=0))
+    """The configuration with that many steps, all of the same batch and at the peak rate."""
+    schedule = replace(
+        config.model.optim.sched,
+        name=ScheduleName.constant,
+        warmup_steps=0,
+        warmup_tokens=None,
+        decay_steps=None,
+        decay_tokens=None,
+        wsd_decay_steps=None,
+        wsd_decay_tokens=None,
+    )
+    optim = replace(config.model.optim, sched=schedule)
+    model = replace(config.model, optim=optim, rampup_batch_size=None, step_batch_size_schedule=None)
+    trainer = replace(config.trainer, max_steps=steps, max_tokens=None, limit_val_batches=0)
+    return replace(config, model=model, trainer=trainer)
 
 
 def measure_sizes(spec: RunSpec) -> list[dict[str, float]]:
@@ -43,7 +54,7 @@ def measure_sizes(spec: RunSpec) -> list[dict[str, float]]:
     config = spec.config
     check_machine(spec)
     corpus = prepare_corpus(config, show_progress=False)
-    num_steps = config.trainer.max_steps
+    num_steps = last_step(config)
     with process_groups(config.model, spec.launch, spec.platform):
         model = build_model(spec, fp8_layers(spec))
         optimizer = build_optimizer(model)

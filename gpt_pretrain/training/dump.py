@@ -203,13 +203,13 @@ def write_dump(
     search = FirstBad(chunks)
     spec = trainable.model.spec
     with search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
-        report = compute_gradients(trainable, iterators)
+        report = compute_gradients(trainable, iterators, bad.num_samples)
     first = search.agree()
     torch.distributed.all_reduce(report)
     content = {
         "step": bad.step,
         "first_sample": bad.first_sample,
-        "num_samples": spec.model.global_batch_size,
+        "num_samples": bad.num_samples,
         "loss": mean_loss(report[:2]),
         "first_bad": None if first is None else _describe(first, bad, spec),
     }

@@ -19,6 +19,7 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
+from gpt_pretrain.config.schedule import batch_grows, rates_in_tokens
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.text_bytes import why_unknown
 from gpt_pretrain.extend.registry import REGISTERED
@@ -26,6 +27,7 @@ from gpt_pretrain.features.mup import describe_mup
 from gpt_pretrain.features.small_states import describe_states
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.plan.forecast import describe_saves
+from gpt_pretrain.plan.schedule import RunSchedule, describe_batches, plan_steps
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.rules.machine import machine_notes
 from gpt_pretrain.run.kernels import describe_kernels
@@ -42,7 +44,7 @@ _OF_A_START = ("run_dir", "checkpoint.resume", "plan.", "benchmark.", "compare."
 def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
     """Prints the header of a run, its warnings and its notes; rank 0 calls it."""
     config, start, done = setup.config, setup.start, setup.progress.step
-    console = RunConsole(max_steps=config.trainer.max_steps, start_step=done)
+    console = RunConsole(max_steps=setup.last_step, start_step=done)
     console.print_header(config.name, describe_run(setup))
     for warning in (*machine_notes(setup.spec), *(() if start is None else start.warnings)):
         console.warning(warning)
@@ -58,11 +60,37 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
         console.note("no text sample at the end: model.tokenizer.library=none has no text")
     if lock_note is not None:
         console.note(lock_note)
-    if done >= config.trainer.max_steps:
-        console.note(
-            f"the run has done {done} steps, and trainer.max_steps={config.trainer.max_steps}; raise it to continue"
-        )
+    if unfinished := _left(setup).unfinished:
+        console.warning(unfinished)
+    if done >= setup.last_step:
+        console.note(f"the run has done {done} steps, and {_end_key(config)}; raise it to continue")
     return console
+
+
+def _end_key(config: Config) -> str:
+    """The key that ends the run."""
+    name = "max_steps" if config.trainer.max_tokens is None else "max_tokens"
+    return f"trainer.{name}={getattr(config.trainer, name)}"
+
+
+def _left(setup: Setup) -> RunSchedule:
+    """The steps that this start trains."""
+    return plan_steps(setup.spec, trained=setup.progress.trained(setup.spec.model.encoder_seq_length))
+
+
+def _describe_batch(setup: Setup) -> dict[str, str]:
+    spec, model, left = setup.spec, setup.spec.model, _left(setup)
+    tokens = model.global_batch_size * model.encoder_seq_length
+    described = {
+        "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens = {tokens:,} tokens per step",
+        "per rank": f"{counted(spec.layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size}",
+    }
+    if batch_grows(model) and left.stages:
+        described["schedule"] = describe_batches(left)
+    if batch_grows(model) or rates_in_tokens(setup.config):
+        described["all steps"] = f"{left.num_steps:,} steps, {left.num_tokens:,} tokens"
+        described["learning rate"] = left.rates
+    return described
 
 
 def _tell_reset(console: RunConsole, spec: RunSpec, checkpoint: VerifiedCheckpoint) -> None:
@@ -134,8 +162,8 @@ def _describe_data(setup: Setup) -> dict[str, str]:
 
 
 def _describe_places(setup: Setup) -> dict[str, str]:
-    done, max_steps, start = setup.progress.step, setup.config.trainer.max_steps, setup.start
-    steps = f"{done} → {max_steps}" if done < max_steps else f"{done} done, trainer.max_steps={max_steps}"
+    done, last, start = setup.progress.step, setup.last_step, setup.start
+    steps = f"{done} → {last}" if done < last else f"{done} done, {_end_key(setup.config)}"
     places = {"directory": str(setup.run_dir), "steps": steps}
     if REGISTERED:
         places["extensions"] = ", ".join(f"{each.kind} {each.name} ({each.module})" for each in REGISTERED)
@@ -194,7 +222,6 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
     mlp = f"MLP {ffn_hidden_size(model)}"
     if model.num_moe_experts is not None:
         mlp = f"{model.num_moe_experts} experts {moe_ffn_hidden_size(model)}, {model.moe_router_topk} a token,"
-    tokens_per_step = model.global_batch_size * model.encoder_seq_length
     return {
         "model": {
             "layers": f"{model.num_layers} of width {model.hidden_size}, {model.normalization.name}, "
@@ -217,11 +244,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             **({"optimizer": describe_states(model.optim)} if model.optim.use_precision_aware_optimizer else {}),
         },
         "checkpoints": {"saved": describe_saves(spec.config) or "never"},
-        "batch": {
-            "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens "
-            f"= {tokens_per_step:,} tokens per step",
-            "per rank": f"{counted(spec.layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size}",
-        },
+        "batch": _describe_batch(setup),
         "data": _describe_data(setup),
         "kernels": describe_kernels(spec.kernels, platform),
         "run": _describe_places(setup),

@@ -34,10 +34,12 @@ class Meter:
         # Of the documents' squared lengths, where these do not see each other.
         self._squared_lengths: torch.Tensor | None = None
         self._num_steps = 0
+        self.num_samples = 0
+        """Of the interval's steps together."""
         self._started = time.monotonic()
 
-    def add(self, result: StepResult) -> None:
-        """Counts a step without waiting for it."""
+    def add(self, result: StepResult, num_samples: int) -> None:
+        """Counts a step of so many samples without waiting for it."""
         # A skipped step's loss may be NaN, and would make the mean NaN.
         seen = torch.where(result.skipped, 0.0, result.loss_sum_and_tokens)
         self._sums += torch.cat([seen, result.skipped.float().view(1)])
@@ -45,6 +47,7 @@ class Meter:
             # A skipped step takes its time, too. fp32 sums of fp32 squares are off by a millionth.
             self._squared_lengths = squares if self._squared_lengths is None else self._squared_lengths + squares
         self._num_steps += 1
+        self.num_samples += num_samples
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -61,23 +64,31 @@ class Meter:
         lr: float,
         decoupled_lr: float | None,
         hidden_lr: float | None,
+        *,
+        global_batch_size: int | None,
+        samples_left: int,
     ) -> TrainRecord:
-        """Waits for the device and begins the next interval; the same numbers on every rank."""
+        """Waits for the device and begins the next interval; the same numbers on every rank.
+
+        `samples_left` follow in this run; `global_batch_size` is the step's, None where all steps have the same.
+        """
         loss = mean_loss(self._sums[:2])
         skipped_steps = round(self._sums[2].item())
         grad_norm = float(result.grad_norm)
-        step_time_s = (time.monotonic() - self._started) / self._num_steps
+        time_s = time.monotonic() - self._started
+        step_time_s, eta_s = time_s / self._num_steps, samples_left * time_s / self.num_samples
         model = self._config.model
-        step_tokens = model.global_batch_size * model.encoder_seq_length
-        tokens_per_s, attended = step_tokens / step_time_s, None
+        num_tokens = self.num_samples * model.encoder_seq_length
+        tokens_per_s, attended = num_tokens / time_s, None
         if self._squared_lengths is not None:
-            attended = attended_length(self._squared_lengths.item(), self._num_steps * step_tokens)
+            attended = attended_length(self._squared_lengths.item(), num_tokens)
         tflops = tokens_per_s * flops_per_token(model, attended) / self._num_gpus / 1e12
         self.restart()
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
             consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
+            global_batch_size=global_batch_size,
             loss=loss,
             lr=lr,
             decoupled_lr=decoupled_lr,
@@ -90,7 +101,7 @@ class Meter:
             tflops_per_gpu=tflops,
             mfu=None if self._peak_tflops is None else tflops / self._peak_tflops,
             memory_gib=memory_gib(self._platform),
-            eta_s=(self._config.trainer.max_steps - progress.step) * step_time_s,
+            eta_s=eta_s,
             time_unix=time.time(),
         )
 

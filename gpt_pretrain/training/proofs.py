@@ -63,21 +63,24 @@ class Proofs:
         """Whether steps were trained since the start, beside the one that was proven last."""
         return self._num_steps > 1
 
-    def find_scales(self, iterators: Sequence[BatchIterator | None]) -> None:
-        """With delayed scaling, finds scales unless a checkpoint had them; iterators stay at the first batch."""
+    def find_scales(self, iterators: Sequence[BatchIterator | None], num_samples: int) -> None:
+        """With delayed scaling, finds scales unless a checkpoint had them; iterators stay at the first batch.
+
+        That batch has so many samples.
+        """
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
         # The watch of experts would count these passes, but experts are refused with delayed scaling.
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
-            self._scale_passes = find_first_scales(self._trainable, iterators)
+            self._scale_passes = find_first_scales(self._trainable, iterators, num_samples)
 
     def restored(self, saved: Mapping[str, str] | None) -> None:
         """A checkpoint was loaded: the next step is proven."""
         self._saved, self._is_due = saved, self._is_on
 
-    def watching(self, step: int) -> AbstractContextManager[None]:
-        """Encloses a training step, and watches the step if its proof is due; `judge` follows."""
+    def watching(self, step: int, num_samples: int) -> AbstractContextManager[None]:
+        """Encloses a training step of so many samples, and watches it if its proof is due; `judge` follows."""
         self._num_steps += 1
         if self._interval is not None and (self._num_steps in _EARLY or step % self._interval == 0):
             self._is_due = self._is_on
@@ -85,7 +88,9 @@ class Proofs:
             return nullcontext()
         # Only the first step after a load starts with the loaded state, even if that step is skipped.
         saved, self._saved = self._saved, None
-        self._proof = Proof(self._trainable.model, self._trainable.optimizer, self.number, saved)
+        model = self._trainable.model
+        num_microbatches = model.spec.microbatches_of(num_samples)
+        self._proof = Proof(model, self._trainable.optimizer, self.number, saved, num_microbatches)
         return self._proof.watching()
 
     def judge(self, step: int, result: StepResult) -> None:

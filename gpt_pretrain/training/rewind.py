@@ -22,6 +22,7 @@ from gpt_pretrain.checkpoint.directory import POINTER, complete_checkpoints, is_
 from gpt_pretrain.checkpoint.load import Restored, VerifiedCheckpoint, load_checkpoint, resume_from
 from gpt_pretrain.checkpoint.manifest import TrainingProgress, write_manifest
 from gpt_pretrain.config.files import fsync, write_file
+from gpt_pretrain.config.schedule import batch_schedule, last_step
 from gpt_pretrain.megatron.parallel import on_rank_zero
 from gpt_pretrain.report.records import LossSpikeRecord, RewindRecord
 from gpt_pretrain.training.setup import Setup
@@ -137,8 +138,10 @@ def go_back(setup: Setup, request: GoBack, progress: TrainingProgress) -> tuple[
     start = resume_from(request.candidates, fall_back=config.checkpoint.fall_back)
     checkpoint = start.checkpoint
     next_sample = spike.first_sample + spike.num_samples
-    steps_left = config.trainer.max_steps - checkpoint.manifest.step
-    missing = next_sample + steps_left * config.model.global_batch_size - len(setup.train_data)
+    length = config.model.encoder_seq_length
+    trained = checkpoint.manifest.progress_at(length).trained(length)
+    steps_left = last_step(config, trained) - trained.steps
+    missing = next_sample + batch_schedule(config.model).samples_of(steps_left, trained) - len(setup.train_data)
     if missing > 0:
         raise TooManySpikesError(
             spike,

@@ -93,7 +93,7 @@ def train(spec: RunSpec, after_step: AfterStep | None = None) -> EndReason:
         setup = set_up(spec, corpus, run_dir)
         stack.callback(release_graphs, setup.trainable.model.gpt_chunks)
         console = stack.enter_context(open_console(setup, held[0].note)) if launch.is_rank_zero else None
-        if setup.progress.step >= config.trainer.max_steps:
+        if setup.progress.step >= setup.last_step:
             return "max_steps"
         return _train(setup, watchdog, console, after_step, place_problem=place_problem)
 

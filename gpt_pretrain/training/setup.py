@@ -11,8 +11,8 @@ from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OnSaveError
-from gpt_pretrain.config.derived import num_train_samples
 from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
+from gpt_pretrain.config.schedule import NOTHING, last_step, num_train_samples
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.datasets import SampleDataset, build_datasets
@@ -60,6 +60,11 @@ class Setup:
         """Where the run saves."""
         return self.run_dir / "checkpoints"
 
+    @property
+    def last_step(self) -> int:
+        """Steps of the whole run."""
+        return last_step(self.config, self.progress.trained(self.config.model.encoder_seq_length))
+
 
 def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
     """Builds a run and restores its checkpoint, if any; a UserError if that cannot be used. Every rank calls it."""
@@ -83,8 +88,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         corpus,
         num_train_samples=num_train_samples(
             config,
-            step=progress.step,
-            consumed_samples=progress.consumed_samples,
+            progress.trained(config.model.encoder_seq_length),
             passed_over=sum(num_samples for _, num_samples in progress.passed_over),
         ),
     )
@@ -131,10 +135,12 @@ def _check_fp8_state(start: Start | None, spec: RunSpec) -> None:
 
 def _check_disk(start: Start | None, spec: RunSpec, checkpoints: Path) -> None:
     """Refuses, before a model is built, a run whose disk cannot hold the checkpoint that it will save."""
-    saves, max_steps = spec.config.checkpoint, spec.config.trainer.max_steps
-    step = 0 if start is None or start.weights_only else start.checkpoint.manifest.step
-    by_steps = saves.save_interval is not None and step // saves.save_interval < max_steps // saves.save_interval
-    if step >= max_steps or not (saves.save_at_end or by_steps) or saves.on_save_error is not OnSaveError.stop:
+    saves, length, trained = spec.config.checkpoint, spec.model.encoder_seq_length, NOTHING
+    if start is not None and not start.weights_only:
+        trained = start.checkpoint.manifest.progress_at(length).trained(length)
+    step, last = trained.steps, last_step(spec.config, trained)
+    by_steps = saves.save_interval is not None and step // saves.save_interval < last // saves.save_interval
+    if step >= last or not (saves.save_at_end or by_steps) or saves.on_save_error is not OnSaveError.stop:
         return
     needed = int(forecast_checkpoint(spec, count_parameters(spec.model)).num_bytes)
     remove_unfinished(checkpoints)

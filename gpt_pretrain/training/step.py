@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from gpt_pretrain.config.schedule import rates_in_tokens
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
@@ -82,11 +83,12 @@ def _before_backward(output: torch.Tensor, call: Callable[[], None]) -> None:
 def _run_schedule(
     model: Model,
     iterators: Sequence[Iterator[Batch] | None],
+    num_microbatches: int,
     *,
     forward_only: bool,
     before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
-    config, num_microbatches = model.spec.model, model.spec.layout.num_microbatches
+    config = model.spec.model
     length, rows, num_reported = config.encoder_seq_length, config.micro_batch_size, 2
     if config.data.inter_document_masking:
         # One sequence of all samples, and one number more.
@@ -107,29 +109,34 @@ def _run_schedule(
     return torch.stack(reports).sum(dim=0)
 
 
-def train_step(trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]) -> StepResult:
+def train_step(
+    trainable: Trainable, iterators: Sequence[Iterator[Batch] | None], num_samples: int | None = None
+) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if everything is finite.
 
-    The schedule advances first, so that step n trains with the learning rate of n, and the first step not with zero. It
-    also advances in a step that updates nothing: the learning rate is a function of the step.
+    All ranks together train on `num_samples`; None: model.global_batch_size. The schedule advances first, so that step
+    n trains with the learning rate of n, and the first step not with zero. It also advances in a step that updates
+    nothing: the learning rate is a function of the step, or of the tokens up to its end.
     """
-    casts = StepCasts(trainable.model.gpt_chunks)
+    spec, casts = trainable.model.spec, StepCasts(trainable.model.gpt_chunks)
+    num_samples = spec.model.global_batch_size if num_samples is None else num_samples
     with casts.watching():
-        report = compute_gradients(trainable, iterators, before_pass=casts.look)
-    trainable.scheduler.step(1)
+        report = compute_gradients(trainable, iterators, num_samples, before_pass=casts.look)
+    trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
     return conditional_update(trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped)
 
 
 def compute_gradients(
     trainable: Trainable,
     iterators: Sequence[Iterator[Batch] | None],
+    num_samples: int | None = None,
     *,
     before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Forward and backward over all microbatches of this rank; gradients accumulate from zero.
 
-    `iterators` come from `data_iterators`. `before_pass` is called before the forward and the backward pass of each
-    microbatch through each model chunk.
+    `iterators` come from `data_iterators`; `num_samples` are those of `train_step`.
+    `before_pass` is called before the forward and the backward pass of each microbatch through each model chunk.
 
     Returns:
         fp32: sum of the token losses and number of tokens on this rank, [2]; with documents that do not see each other
@@ -138,7 +145,9 @@ def compute_gradients(
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
     trainable.optimizer.zero_grad()
-    return _run_schedule(trainable.model, iterators, forward_only=False, before_pass=before_pass)
+    spec = trainable.model.spec
+    passes = spec.layout.num_microbatches if num_samples is None else spec.microbatches_of(num_samples)
+    return _run_schedule(trainable.model, iterators, passes, forward_only=False, before_pass=before_pass)
 
 
 @torch.no_grad()
@@ -153,7 +162,7 @@ def validate(
     total = torch.zeros(2, device=torch.cuda.current_device())
     for _ in range(num_batches):
         on_batch()
-        total += _run_schedule(model, iterators, forward_only=True)[:2]
+        total += _run_schedule(model, iterators, model.spec.layout.num_microbatches, forward_only=True)[:2]
     model.train()
     torch.distributed.all_reduce(total)
     return mean_loss(total)

@@ -147,6 +147,7 @@ class BadStep:
 
     step: int
     first_sample: int
+    num_samples: int
 
 
 class GivesUpError(Exception):
@@ -171,7 +172,7 @@ class TooManySpikesError(GivesUpError):
     reason = "loss_spike"
 
     def __init__(self, spike: LossSpikeRecord, why: str) -> None:
-        bad_step = BadStep(step=spike.step, first_sample=spike.first_sample)
+        bad_step = BadStep(step=spike.step, first_sample=spike.first_sample, num_samples=spike.num_samples)
         super().__init__(bad_step, f"step {spike.step}: loss {spike.loss:.4f} is a spike, {why}")
 
 
@@ -183,6 +184,7 @@ class TokensMissingError(Exception):
 class _Seen:
     step: int
     first_sample: int
+    num_samples: int
     values: torch.Tensor
     """[4] on the host: sum of losses, tokens, gradient norm, skipped."""
     arrived: torch.cuda.Event | None
@@ -192,13 +194,12 @@ class StepGuard:
     """Counts skipped steps, finds loss spikes, and compares the number of a step's tokens with that of its samples.
 
     Checkpoints keep the losses that it has seen, so that a resumed run finds the same spikes as an uninterrupted one.
-    `num_tokens` counts the tokens of all ranks; None if a mask may leave out any number of them.
+    A sample has `num_tokens`; None if a mask may leave out any number of them.
     """
 
     def __init__(
         self,
         trainer: TrainerConfig,
-        num_samples: int,
         *,
         num_tokens: int | None = None,
         losses: Iterable[float] = (),
@@ -206,7 +207,6 @@ class StepGuard:
     ) -> None:
         self._max_skipped_steps = trainer.max_skipped_steps
         self._spike_threshold = trainer.spike_threshold
-        self._num_samples = num_samples
         self._num_tokens = num_tokens
         self._pending: _Seen | None = None
         self._pinned: list[torch.Tensor] = []
@@ -226,8 +226,8 @@ class StepGuard:
                 f"{self._last_bad.step} (trainer.max_skipped_steps={self._max_skipped_steps})",
             )
 
-    def add(self, step: int, first_sample: int, result: StepResult) -> list[Record]:
-        """Notes a step; returns the records of the step before (`read`)."""
+    def add(self, step: int, first_sample: int, num_samples: int, result: StepResult) -> list[Record]:
+        """Notes a step and its samples; returns the records of the step before (`read`)."""
         records = self.read()
         values = torch.cat([result.loss_sum_and_tokens, result.grad_norm.view(1), result.skipped.float().view(1)])
         arrived = None
@@ -238,7 +238,9 @@ class StepGuard:
             values = self._pinned[step % 2].copy_(values, non_blocking=True)
             arrived = torch.cuda.Event()
             arrived.record()
-        self._pending = _Seen(step=step, first_sample=first_sample, values=values, arrived=arrived)
+        self._pending = _Seen(
+            step=step, first_sample=first_sample, num_samples=num_samples, values=values, arrived=arrived
+        )
         return records
 
     def read(self) -> list[Record]:
@@ -254,17 +256,18 @@ class StepGuard:
             seen.arrived.synchronize()
         loss_sum, num_tokens, grad_norm, skipped = seen.values.tolist()
         loss = loss_sum / num_tokens if num_tokens else math.nan
-        if self._num_tokens is not None and abs(num_tokens / self._num_tokens - 1) > _COUNT_ROUNDING:
+        expected = None if self._num_tokens is None else seen.num_samples * self._num_tokens
+        if expected is not None and abs(num_tokens / expected - 1) > _COUNT_ROUNDING:
             raise TokensMissingError(
-                f"step {seen.step} computed its loss from {num_tokens:,.0f} tokens, and its {self._num_samples:,} "
-                f"samples have {self._num_tokens:,}: its ranks did not share them; this is a bug in "
+                f"step {seen.step} computed its loss from {num_tokens:,.0f} tokens, and its {seen.num_samples:,} "
+                f"samples have {expected:,}: its ranks did not share them; this is a bug in "
                 "gpt_pretrain, and the run has learned something other than what was asked"
             )
         if not skipped:
             self._in_a_row = 0
             return self._find_spike(seen, loss)
         self._in_a_row += 1
-        self._last_bad = BadStep(step=seen.step, first_sample=seen.first_sample)
+        self._last_bad = BadStep(step=seen.step, first_sample=seen.first_sample, num_samples=seen.num_samples)
         return [
             SkippedStepRecord(
                 step=seen.step,
@@ -272,7 +275,7 @@ class StepGuard:
                 grad_norm=grad_norm,
                 in_a_row=self._in_a_row,
                 first_sample=seen.first_sample,
-                num_samples=self._num_samples,
+                num_samples=seen.num_samples,
             )
         ]
 
@@ -301,7 +304,7 @@ class StepGuard:
                     median=median,
                     limit=limit,
                     first_sample=seen.first_sample,
-                    num_samples=self._num_samples,
+                    num_samples=seen.num_samples,
                 )
             ]
         return []

@@ -10,6 +10,7 @@ from gpt_pretrain.checkpoint.save import CheckpointSaver, PlaceProblem, SaveOutc
 from gpt_pretrain.config.choices import OnSaveError
 from gpt_pretrain.config.derived import masks_tokens
 from gpt_pretrain.config.errors import RunError
+from gpt_pretrain.config.schedule import Trained, batch_grows, batch_schedule, last_step
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
@@ -58,6 +59,9 @@ class Trainer:
         self._write = log
         self._watchdog = watchdog
         self._after_step = after_step
+        self._batches = batch_schedule(config.model)
+        self._num_samples = 0
+        """Of the newest step."""
         self._meter = Meter(setup.spec)
         self._saver = CheckpointSaver(
             setup.checkpoints,
@@ -125,7 +129,7 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             self._trainable.model.train()
-            self._proofs.find_scales(self._train_batches)
+            self._proofs.find_scales(self._train_batches, self._batches.next_batch(self._trained))
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -156,11 +160,12 @@ class Trainer:
 
     def _steps(self, stop: StopRequest) -> EndReason:
         trainer = self.config.trainer
-        while self.progress.step < trainer.max_steps:
+        end = last_step(self.config, self._trained)
+        while self.progress.step < end:
             result = self._step()
             # While the device computes: the logger waits for the device.
             self._garbage.after_step(self.progress.step)
-            if self._is_due(trainer.log_every_n_steps) or self.progress.step == trainer.max_steps:
+            if self._is_due(trainer.log_every_n_steps) or self.progress.step == end:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
                 self.validate()
@@ -172,23 +177,31 @@ class Trainer:
             if self._after_step is not None:
                 self._after_step(self.progress.step, result)
             reason = stop.poll()
-            if reason is not None and self.progress.step < trainer.max_steps:
+            if reason is not None and self.progress.step < end:
                 return reason
         return "max_steps"
+
+    @property
+    def _trained(self) -> Trained:
+        """What the run has trained on."""
+        return self.progress.trained(self.config.model.encoder_seq_length)
 
     def _step(self) -> StepResult:
         """Trains on the next global batch; logs the guard's records of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
+        num_samples = self._batches.next_batch(self._trained)
         self._watchdog.step_begins(step)
+        if num_samples > self._num_samples:
+            self._watchdog.steps_grow()
         with self._fp8_watch.step(step), self._stragglers.step(step):
-            with self._proofs.watching(step):
-                result = train_step(self._trainable, self._train_batches)
+            with self._proofs.watching(step, num_samples):
+                result = train_step(self._trainable, self._train_batches, num_samples)
             self._proofs.judge(step, result)
-        consumed_samples = first_sample + self.config.model.global_batch_size
+        consumed_samples = first_sample + num_samples
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples, validation_loss=None)
-        self._newest = result
-        self._meter.add(result)
-        self._log_guarded(self._guard.add(step, first_sample, result))
+        self._newest, self._num_samples = result, num_samples
+        self._meter.add(result, num_samples)
+        self._log_guarded(self._guard.add(step, first_sample, num_samples, result))
         self._log_saves(self._saver.poll())
         if self._proofs.problem is not None:
             self._end_unproven(self._proofs.problem)
@@ -232,9 +245,9 @@ class Trainer:
         self._log_guarded(self._guard.read())
         self._log_fp8()
         if not weights_are_finite(self._trainable.model):
-            first_sample = self.progress.consumed_samples - self.config.model.global_batch_size
+            first_sample = self.progress.consumed_samples - self._num_samples
             raise NotFiniteError(
-                BadStep(step=self.progress.step, first_sample=first_sample),
+                BadStep(step=self.progress.step, first_sample=first_sample, num_samples=self._num_samples),
                 f"the weights are not finite any more after step {self.progress.step}",
             )
         self._saved_step = self.progress.step
@@ -279,12 +292,21 @@ class Trainer:
         # Measured before the statistics, which wait, and logged after them, so that the log's steps only increase.
         optimizer = self._trainable.optimizer
         rates = learning_rate(optimizer), decoupled_learning_rate(optimizer), hidden_learning_rate(optimizer)
-        record = self._meter.read(result, self.progress, *rates)
+        num_samples = self._meter.num_samples
+        steps_left = last_step(self.config, self._trained) - self.progress.step
+        record = self._meter.read(
+            result,
+            self.progress,
+            *rates,
+            global_batch_size=self._num_samples if batch_grows(self.config.model) else None,
+            samples_left=self._batches.samples_of(steps_left, self._trained),
+        )
         guarded = self._guard.read()
         self._log_fp8()
         self._log_guarded(guarded)
         self._log(record)
-        for each in (*self._expert_watch.records(self.progress.step), *self._stragglers.records(self.progress.step)):
+        experts = self._expert_watch.records(self.progress.step, num_samples)
+        for each in (*experts, *self._stragglers.records(self.progress.step)):
             self._log(each)
         if len(self._setup.corpus.training.sources) > 1:
             consumed = self._setup.train_data.consumed(self.progress.consumed_samples)
@@ -328,8 +350,7 @@ class Trainer:
         model = self.config.model
         return StepGuard(
             self.config.trainer,
-            model.global_batch_size,
-            num_tokens=None if masks_tokens(model) else model.global_batch_size * model.encoder_seq_length,
+            num_tokens=None if masks_tokens(model) else model.encoder_seq_length,
             losses=self.progress.losses,
             spikes=self.progress.spikes,
         )

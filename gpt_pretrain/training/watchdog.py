@@ -264,6 +264,10 @@ class Watchdog:
         """Marks the beginning of a step, which is the end of the last one."""
         self._begin(_Mark(f"step {step}", is_step=True))
 
+    def steps_grow(self) -> None:
+        """This step and those after it take longer: they have the whole timeout until some have shown how long."""
+        self._num_steps = 0
+
     def progress(self, doing: str) -> None:
         """Marks progress in something that is not a step."""
         self._begin(_Mark(doing, is_step=False))

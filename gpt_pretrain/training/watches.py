@@ -41,20 +41,23 @@ _MOST_MICROBATCHES = 8
 _STABLE = 0.5
 
 
-def find_first_scales(trainable: Trainable, iterators: Sequence[BatchIterator | None]) -> int:
+def find_first_scales(
+    trainable: Trainable, iterators: Sequence[BatchIterator | None], num_samples: int | None = None
+) -> int:
     """Repeats the batch of the next step until its gradients have scales; returns the number of passes.
 
-    Every rank calls it. It does nothing if there are scales, as in a resumed run. The passes change scales, histories
-    and, with dropout, random states. Gradients stay in their buffers, for the next step to clear, and the iterators
-    stay at the next step's batch.
+    Every rank calls it, with `num_samples` as in `train_step`. It does nothing if there are scales, as in a resumed
+    run. The passes change scales, histories and, with dropout, random states. Gradients stay in their buffers, for the
+    next step to clear, and the iterators stay at the next step's batch.
     """
     model = trainable.model
     # As many in a pass as in a step: gradients are divided by their number.
-    num_microbatches = model.spec.layout.num_microbatches
+    layout = model.spec.layout
+    num_microbatches = layout.num_microbatches if num_samples is None else model.spec.microbatches_of(num_samples)
 
     def run_pass() -> None:
         batches = [None if each is None else iter(each.peek(num_microbatches)) for each in iterators]
-        compute_gradients(trainable, batches)
+        compute_gradients(trainable, batches, num_samples)
 
     return stabilize_scales(lambda: gradient_scales(model.gpt_chunks), run_pass, num_microbatches)
 
@@ -138,7 +141,7 @@ class ExpertWatch:
     def __init__(self, model: Model, *, step: int) -> None:
         self._num_layers = model.spec.model.num_layers
         self._num_experts = model.spec.model.num_moe_experts
-        self._num_microbatches = model.spec.layout.num_microbatches
+        self._spec = model.spec
         self._step = step
         if self._num_experts is None:
             return
@@ -163,8 +166,11 @@ class ExpertWatch:
         if router.training:
             self._tokens[layer] += result[1].sum(dim=0)
 
-    def records(self, step: int) -> Iterator[ExpertsRecord]:
-        """A record of the steps since the last call, the same on all ranks; every rank calls it and waits."""
+    def records(self, step: int, num_samples: int | None = None) -> Iterator[ExpertsRecord]:
+        """A record of the steps since the last call, the same on all ranks; every rank calls it and waits.
+
+        These steps had so many samples; None: model.global_batch_size each.
+        """
         if self._num_experts is None:
             return
         tracked = get_moe_metrics_tracker().metrics
@@ -176,7 +182,9 @@ class ExpertWatch:
         torch.distributed.all_reduce(total)
         replicas = parallel_state.get_data_parallel_world_size()
         of_a_sequence = parallel_state.get_tensor_and_context_parallel_world_size()
-        times = (step - self._step) * self._num_microbatches * self._num_layers * replicas
+        if num_samples is None:
+            num_samples = (step - self._step) * self._spec.model.global_batch_size
+        times = self._spec.microbatches_of(num_samples) * self._num_layers * replicas
         balance, z_loss = total[: losses.numel()].view_as(losses).sum(dim=1).tolist()
         tokens = total[losses.numel() :].view_as(self._tokens)
         load = tokens / tokens.mean(dim=1, keepdim=True)

@@ -7,6 +7,7 @@ import math
 
 from gpt_pretrain.translate.common import GPT2_TOKENS, blend, set_vocabulary_rows
 from gpt_pretrain.translate.megatron_options import ROWS
+from gpt_pretrain.translate.megatron_schedule import schedule
 from gpt_pretrain.translate.translation import ANOTHER_MODEL, TOGETHER, Source, Translation
 
 
@@ -18,7 +19,7 @@ def derive(source: Source, translation: Translation) -> None:
     _fp8(source, translation)
     _layout(source, translation)
     _batch_and_length(source, translation)
-    _schedule(source, translation)
+    schedule(source, translation)
     _data(source, translation)
     _saves(source, translation)
 
@@ -188,6 +189,11 @@ def _sharding(source: Source, translation: Translation) -> None:
 
 def _batch_and_length(source: Source, translation: Translation) -> None:
     batch, micro, how = source.get("global_batch_size"), source.get("micro_batch_size"), ""
+    steps = source.get("step_batch_size_schedule")
+    if batch is None and isinstance(steps, str) and (last := steps.rpartition(":")[2].strip()).isdecimal():
+        name = "step_batch_size_schedule"
+        translation.derive(source, "model.global_batch_size", int(last), name, how="its last batch")
+        return
     devices, nodes = translation.value("trainer.devices"), translation.value("trainer.num_nodes") or 1
     if batch is None and micro and devices:
         sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
@@ -197,69 +203,6 @@ def _batch_and_length(source: Source, translation: Translation) -> None:
         translation.up_to_you.append(("model.global_batch_size", "one microbatch of every data-parallel rank"))
         return
     translation.derive(source, "model.global_batch_size", batch, "global_batch_size", "micro_batch_size", how=how)
-
-
-def _steps(samples: int, batch: int) -> tuple[int, str]:
-    """Steps that take so many samples, and the calculation."""
-    exact = samples / batch
-    return max(1, round(exact)), f"{samples:,} samples / {batch:,} = {exact:,.1f} steps"
-
-
-def _schedule(source: Source, translation: Translation) -> None:
-    betas = ("adam_beta1", "adam_beta2")
-    origin = ", ".join(map(source.shown, betas))
-    given = any(beta in source.given for beta in betas)
-    translation.set("model.optim.betas", [source.get(beta) for beta in betas], origin, given=given)
-    if source.get("lr") is None:
-        translation.up_to_you.append(("model.optim.lr", "there is no --lr"))
-    else:
-        translation.derive(source, "model.optim.lr", source.get("lr"), "lr")
-    _decoupled(source, translation)
-    batch = translation.value("model.global_batch_size")
-    samples, steps, how = source.get("train_samples"), source.get("train_iters"), ""
-    if samples and batch:
-        steps, how = samples // batch, f"{samples:,} samples / {batch:,}, rounded down"
-    if not steps:
-        translation.up_to_you.append(("trainer.max_steps", "there is no --train-iters or --train-samples"))
-        return
-    translation.derive(source, "trainer.max_steps", steps, "train_samples" if samples else "train_iters", how=how)
-    decay = _length(source, translation, "decay", batch)
-    _warmup(source, translation, decay or steps, batch)
-    wsd = _length(source, translation, "wsd_decay", batch) if source.get("lr_decay_style") == "WSD" else None
-    if source.get("lr_decay_style") == "WSD" and wsd is None:
-        translation.up_to_you.append(("model.optim.sched.wsd_decay_steps", "--lr-wsd-decay-iters is not given"))
-
-
-def _length(source: Source, translation: Translation, phase: str, batch: int | None) -> int | None:
-    """Sets the steps of a phase of the schedule, from iterations or samples."""
-    key = f"model.optim.sched.{phase}_steps"
-    iterations, samples = source.get(f"lr_{phase}_iters"), source.get(f"lr_{phase}_samples")
-    if samples and batch:
-        steps, how = _steps(samples, batch)
-        translation.derive(source, key, steps, f"lr_{phase}_samples", how=how)
-        return steps
-    translation.derive(source, key, iterations, f"lr_{phase}_iters")
-    return iterations if isinstance(iterations, int) else None
-
-
-def _warmup(source: Source, translation: Translation, decay: int, batch: int | None) -> None:
-    key = "model.optim.sched.warmup_steps"
-    fraction, samples = source.get("lr_warmup_fraction"), source.get("lr_warmup_samples")
-    if fraction is not None:
-        how = f"{fraction:g} × {decay:,} steps of decay"
-        translation.derive(source, key, round(fraction * decay), "lr_warmup_fraction", how=how)
-    elif samples and batch:
-        steps, how = _steps(samples, batch)
-        translation.derive(source, key, steps, "lr_warmup_samples", how=how)
-    else:
-        translation.derive(source, key, source.get("lr_warmup_iters"), "lr_warmup_iters")
-
-
-def _decoupled(source: Source, translation: Translation) -> None:
-    rate, least = source.get("decoupled_lr"), source.get("decoupled_min_lr")
-    if rate is not None and least is not None and not math.isclose(least, rate / 10):
-        there = "the rate of embeddings and LM head fell to it"
-        translation.lose(source.shown("decoupled_min_lr"), there, f"it falls to a tenth, {rate / 10:g}")
 
 
 def _data(source: Source, translation: Translation) -> None:

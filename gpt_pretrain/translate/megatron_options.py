@@ -128,8 +128,8 @@ ROWS: Mapping[str, Row] = {
     # Batch and length
     "micro_batch_size": Becomes("model.micro_batch_size"),
     "global_batch_size": TOGETHER,
-    "rampup_batch_size": NotHere("the batch grew step by step", "every step has model.global_batch_size samples"),
-    "step_batch_size_schedule": NotHere("the batch followed a schedule", "every step has the same"),
+    "rampup_batch_size": Becomes("model.rampup_batch_size"),
+    "step_batch_size_schedule": Becomes("model.step_batch_size_schedule"),
     "seq_length": Becomes("model.encoder_seq_length", only_given=True),
     "encoder_seq_length": Becomes("model.encoder_seq_length", only_given=True),
     "train_iters": TOGETHER,

@@ -152,7 +152,7 @@ ROWS: Mapping[str, Row] = {
     "model.mcore_customization_config.parallel_attention": NotHere("attention and MLP ran side by side", ANOTHER_MODEL),
     "model.moe_expert_capacity_factor": NotHere("experts dropped tokens beyond their capacity", "no token is dropped"),
     "model.moe_pad_expert_input_to_capacity": NotHere("experts were padded to their capacity", "nothing is padded"),
-    "model.rampup_batch_size": NotHere("the batch grew step by step", "every step has model.global_batch_size samples"),
+    "model.rampup_batch_size": Becomes("model.rampup_batch_size", _optional),
     "model.deterministic_mode": Becomes("trainer.deterministic", bool),
     "model.fsdp": TOGETHER,
     "model.fsdp_sharding_strategy": TOGETHER,

@@ -12,8 +12,8 @@ from gpt_pretrain.config.keys import schema_sections
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.megatron.cpu import install_cpu_device
 
-# `config.derived` reads for whoever calls it.
-PASSED = "gpt_pretrain.config.derived"
+# These read for whoever calls them.
+PASSED = ("gpt_pretrain.config.derived", "gpt_pretrain.config.schedule")
 ROOMS = ("launch", "megatron", "fp8", "data", "checkpoint", "training", "report")
 ACTS = tuple(f"gpt_pretrain.{room}." for room in ROOMS)
 ONLY_SAYS = ("gpt_pretrain.training.header",)
@@ -22,7 +22,7 @@ ONLY_SAYS = ("gpt_pretrain.training.header",)
 def record(section, prefix, keys):
     def read(self, name):
         frame = sys._getframe(1)
-        while frame.f_globals.get("__name__") == PASSED:
+        while frame.f_globals.get("__name__") in PASSED:
             frame = frame.f_back
         module = frame.f_globals.get("__name__", "")
         if module.startswith(ACTS) and module not in ONLY_SAYS:
