@@ -159,6 +159,6 @@ class FusedKernel(Feature):
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
         """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
 
-        `kernels` has what was chosen before, kernels that stand earlier in `registry.KERNELS` included.
+        `kernels` has what was chosen before, kernels that stand earlier in `registry.fused_kernels` included.
         """
         return False
