@@ -97,7 +97,7 @@ class Key:
     @property
     def doc(self) -> str:
         """Its help, read from the source when somebody asks: few command lines do."""
-        return _doc(self.section, self.path.rpartition(".")[2])
+        return self.facts.help or _doc(self.section, self.path.rpartition(".")[2])
 
     @property
     def choices(self) -> tuple[str, ...]:

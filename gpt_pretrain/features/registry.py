@@ -27,9 +27,15 @@ def all_features() -> Iterator[Feature]:
     yield from extension_features()
 
 
+def own_kernels() -> list[FusedKernel]:
+    """The program's own fused kernels, whose keys `config.own` adds to `model`."""
+    return [feature for feature in _own_features() if isinstance(feature, FusedKernel)]
+
+
 def fused_kernels() -> Iterator[FusedKernel]:
-    """Those with a null, in the order in which it is resolved."""
-    return (feature for feature in all_features() if isinstance(feature, FusedKernel))
+    """Features with a null, in the order in which it is resolved."""
+    yield from own_kernels()
+    yield from extension_features()
 
 
 def used_features(spec: RunSpec) -> Iterator[Feature]:
