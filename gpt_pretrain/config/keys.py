@@ -17,6 +17,7 @@ from functools import cache
 from operator import attrgetter
 
 from gpt_pretrain.config import own, schema
+from gpt_pretrain.config.choices import OpenChoice
 from gpt_pretrain.config.facts import NO_FACTS, Facts
 from gpt_pretrain.config.recipes import RECIPES
 
@@ -103,6 +104,11 @@ class Key:
     def choices(self) -> tuple[str, ...]:
         """Names of an Enum's members; empty for other types."""
         return tuple(self.kind.__members__) if isinstance(self.kind, type) and issubclass(self.kind, Enum) else ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether extensions add choices."""
+        return isinstance(self.kind, type) and issubclass(self.kind, OpenChoice)
 
     @property
     def type_text(self) -> str:

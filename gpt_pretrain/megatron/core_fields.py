@@ -29,7 +29,7 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.features.registry import all_features
-from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.optimizers import optimizer_of
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -256,7 +256,7 @@ def _distributed_optimizer(spec: RunSpec) -> Field:
 def optimizer_fields(spec: RunSpec) -> list[Field]:
     """Fields of `OptimizerConfig`, except for those of `optimizer_state_fields`."""
     optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8 or spec.stored_fp8
-    optimizer = OPTIMIZERS[optim.name]
+    optimizer = optimizer_of(optim.name)
     return [
         *_told_by_schema(spec, "OptimizerConfig"),
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),
