@@ -269,7 +269,6 @@ class DataImpl(OpenChoice):
 
     mmap = "mmap"
     text = "text"
-    stdlib = "stdlib"
     mock = "mock"
 
     @property
@@ -292,3 +291,4 @@ class TokenizerLibrary(OpenChoice):
 
 
 OptimizerName.add_modules("run/optimizers")
+DataImpl.add_modules("data/sources")

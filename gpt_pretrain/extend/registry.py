@@ -7,7 +7,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 from gpt_pretrain.config.choices import OpenChoice
@@ -117,6 +120,11 @@ def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenCh
     REGISTERED.append(new)
     if builtin is not None:
         builtin.add(name)
+
+
+def import_modules(package: str) -> list[ModuleType]:
+    """Imports the modules of a package of the program, which register what they bring, in the order of their names."""
+    return [import_module(f"{package}.{each.name}") for each in iter_modules(sys.modules[package].__path__)]
 
 
 def registering[F](

@@ -2,10 +2,8 @@
 
 from collections.abc import Iterator
 from functools import cache
-from importlib import import_module
-from pkgutil import iter_modules
 
-from gpt_pretrain import features
+from gpt_pretrain.extend.registry import import_modules
 from gpt_pretrain.features.feature import Feature, FusedKernel
 from gpt_pretrain.features.of_extensions import extension_features
 from gpt_pretrain.run.platform import Library
@@ -15,7 +13,7 @@ from gpt_pretrain.run.run_spec import RunSpec
 @cache
 def _own_features() -> tuple[Feature, ...]:
     """One of each class with a key in a module of this package; what a module imports precedes what it defines."""
-    modules = (import_module(f"{features.__name__}.{each.name}") for each in iter_modules(features.__path__))
+    modules = import_modules(__name__.rpartition(".")[0])
     found = (each for module in modules for each in vars(module).values() if isinstance(each, type))
     kinds = dict.fromkeys(each for each in found if issubclass(each, Feature) and hasattr(each, "key"))
     return tuple(kind() for kind in kinds)

@@ -3,16 +3,12 @@
 Rules, translation and plan read the properties. `megatron.optimizer` builds the optimizers.
 """
 
-from importlib import import_module
-from pkgutil import iter_modules
-
 from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import one_of
 from gpt_pretrain.extend.optimizers import Optimizer
-from gpt_pretrain.extend.registry import BUILT_IN, registered
+from gpt_pretrain.extend.registry import BUILT_IN, import_modules, registered
 
-for _module in iter_modules(__path__):
-    import_module(f"{__name__}.{_module.name}")
+import_modules(__name__)
 
 
 def optimizer_of(name: OptimizerName) -> Optimizer:
