@@ -12,7 +12,7 @@ from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, hold_lock
-from gpt_pretrain.data.sources import FileSource
+from gpt_pretrain.data.sources.text import FileSource
 from gpt_pretrain.data.tokenizer import load_tokenizer, tokenize_source
 from tests.forked_runs import fork_ranks
 

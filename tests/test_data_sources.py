@@ -9,7 +9,8 @@ import pyarrow.parquet
 import pytest
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.data.sources import FileSource, StdlibSource
+from gpt_pretrain.data.sources.stdlib import StdlibSource
+from gpt_pretrain.data.sources.text import FileSource
 
 
 def documents(source):

@@ -26,7 +26,7 @@ from gpt_pretrain.checkpoint.manifest import MANIFEST, check_files, read_manifes
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import schema_keys, schema_sections
-from gpt_pretrain.data.sources import FileSource
+from gpt_pretrain.data.sources.text import FileSource
 from gpt_pretrain.data.token_files import check_token_file
 from gpt_pretrain.data.tokenizer import load_tokenizer
 from gpt_pretrain.import_hf import main as import_hf

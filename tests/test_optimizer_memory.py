@@ -10,14 +10,13 @@ import torch
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
-from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.extend import registry
 from gpt_pretrain.kernels import SCALED_BLOCK
 from gpt_pretrain.kernels.adam import SCALED, AdamState, AdamStep, Master, Moment, StoredValues, update
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import _make_conditional, allocate_states
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, _kernel
-from gpt_pretrain.run.optimizers import OPTIMIZERS
 from tests.emulated_training import build_training, build_training_of, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import interpret_kernels
 from tests.optimizer_states import FP32, LEAN, SMALLEST, assert_a_step_that_is_not_finite_changes_no_bit, states
@@ -309,8 +308,8 @@ def test_masters_follow_weights_that_are_loaded_alone(tmp_path):
 
 
 def test_another_optimizer_than_the_one_asked_for_is_an_error(monkeypatch):
-    adam = OPTIMIZERS[OptimizerName.adam]
-    monkeypatch.setitem(OPTIMIZERS, OptimizerName.adam, replace(adam, class_name="Adamax"))
+    changed = [replace(each, value=replace(each.value, class_name="Adamax")) for each in registry.BUILT_IN]
+    monkeypatch.setattr(registry, "BUILT_IN", changed)
     with pytest.raises(TypeError, match=r"model.optim.name=adam: .* AdamW, not Adamax"), emulated_training():
         pass
 

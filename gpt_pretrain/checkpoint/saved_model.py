@@ -35,16 +35,9 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from gpt_pretrain.checkpoint.manifest import Manifest, check_files, read_manifest
 from gpt_pretrain.checkpoint.state import COMMON_STATE, FORMAT, METADATA
 from gpt_pretrain.config import own
-from gpt_pretrain.config.choices import (
-    DataImpl,
-    Fp8RecipeName,
-    LayerName,
-    LossName,
-    OpenChoice,
-    OptimizerName,
-    TokenizerLibrary,
-)
+from gpt_pretrain.config.choices import LayerName
 from gpt_pretrain.config.errors import UserError, show
+from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
@@ -57,14 +50,6 @@ _COMMON_KEY = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
 _OF_OPTIMIZER = ("optimizer.", "chained_")
 # Files written side by side, and tensors in memory.
 _NUM_FILES = 2
-# Choices of a run, by their keys, on which weights and what is computed with them do not depend.
-_NOT_OF_WEIGHTS: dict[tuple[str, ...], type[OpenChoice]] = {
-    ("model", "loss"): LossName,
-    ("model", "fp8_recipe"): Fp8RecipeName,
-    ("model", "optim", "name"): OptimizerName,
-    ("model", "data", "data_impl"): DataImpl,
-    ("model", "tokenizer", "library"): TokenizerLibrary,
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,12 +108,12 @@ def _of_the_model(path: Path, saved: Mapping[str, Any]) -> dict[str, Any]:
             f"extensions=[{','.join(saved['extensions'])}]; if you trust the code, name the one that registers it"
         )
     values["extensions"] = [name for name in values["extensions"] if name not in dropped]
-    for (*sections, name), choice in _NOT_OF_WEIGHTS.items():
+    for (*sections, name), key in ((path.split("."), key) for path, key in schema_keys().items()):
         inner: Any = values
         for section in sections:
             inner = inner.get(section) if isinstance(inner, dict) else None
-        if isinstance(inner, dict) and inner.get(name) not in (None, *choice.__members__):
-            inner[name] = next(iter(choice.__members__))
+        if isinstance(inner, dict) and key.is_open and inner.get(name) not in (None, *key.choices):
+            inner[name] = key.choices[0]
     return values
 
 

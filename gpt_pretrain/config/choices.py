@@ -1,6 +1,8 @@
 """One enum for each key of `config.schema` that has choices."""
 
 from enum import Enum
+from pathlib import Path
+from pkgutil import iter_modules
 from typing import Self
 
 AUTO = "auto"
@@ -18,6 +20,13 @@ class OpenChoice(Enum):
         cls._member_map_[name] = cls._value2member_map_[name] = member
         cls._member_names_.append(name)
         return member
+
+    @classmethod
+    def add_modules(cls, folder: str) -> None:
+        """A member for each module in a folder of this package, of the module's name, unless there is one."""
+        for module in iter_modules([str(Path(__file__).parents[1] / folder)]):
+            if module.name not in cls.__members__:
+                cls.add(module.name)
 
 
 class Normalization(Enum):
@@ -184,7 +193,6 @@ class OptimizerName(OpenChoice):
 
     adam = "adam"
     muon = "muon"
-    sgd = "sgd"
 
 
 class MuonCoefficientType(Enum):
@@ -261,7 +269,6 @@ class DataImpl(OpenChoice):
 
     mmap = "mmap"
     text = "text"
-    stdlib = "stdlib"
     mock = "mock"
 
     @property
@@ -281,3 +288,7 @@ class TokenizerLibrary(OpenChoice):
     bpe = "bpe"
     file = "file"
     none = "none"
+
+
+OptimizerName.add_modules("run/optimizers")
+DataImpl.add_modules("data/sources")

@@ -10,7 +10,6 @@ import csv
 import math
 from typing import Any
 
-from gpt_pretrain.config.choices import OpenChoice
 from gpt_pretrain.config.errors import ConfigError, show
 from gpt_pretrain.config.keys import TYPE_NAMES, Key, did_you_mean, nearest_name
 
@@ -56,7 +55,7 @@ def _choice(value: Any, key: Key) -> Any:
     nearest = by_value.get(text.lower()) or nearest_name(text, key.choices)
     allowed = ", ".join(key.choices) + (" or null" if key.optional else "")
     way = did_you_mean(nearest)
-    if issubclass(key.kind, OpenChoice):
+    if key.is_open:
         way += "; if an extension registers it, name that with extensions=[MODULE]"
     raise WrongValue(f"is not one of {allowed}{way}")
 

@@ -50,6 +50,8 @@ def read_with(key: str, *values: Any, because: str = "", instead: str = "") -> U
 class Facts:
     """The facts of one key; null is in every range."""
 
+    help: str = ""
+    """Its help; empty: the string below the field."""
     minimum: float | None = None
     """The smallest value."""
     above: float | None = None

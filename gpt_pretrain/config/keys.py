@@ -17,6 +17,7 @@ from functools import cache
 from operator import attrgetter
 
 from gpt_pretrain.config import own, schema
+from gpt_pretrain.config.choices import OpenChoice
 from gpt_pretrain.config.facts import NO_FACTS, Facts
 from gpt_pretrain.config.recipes import RECIPES
 
@@ -98,12 +99,17 @@ class Key:
     @property
     def doc(self) -> str:
         """Its help, read from the source when somebody asks: few command lines do."""
-        return _doc(self.section, self.path.rpartition(".")[2])
+        return self.facts.help or _doc(self.section, self.path.rpartition(".")[2])
 
     @property
     def choices(self) -> tuple[str, ...]:
         """Names of an Enum's members; empty for other types."""
         return tuple(self.kind.__members__) if isinstance(self.kind, type) and issubclass(self.kind, Enum) else ()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether extensions add choices."""
+        return isinstance(self.kind, type) and issubclass(self.kind, OpenChoice)
 
     @property
     def type_text(self) -> str:

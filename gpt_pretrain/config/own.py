@@ -1,13 +1,14 @@
-"""What extensions add to the configuration: their names, and groups of keys beside the schema's.
+"""What is added to the schema: keys of the program's own kernels, and the names and groups of keys of extensions.
 
-`gpt_pretrain.extend` fills it while extensions are imported, before anything is composed or checked. Nothing here
-imports them: `rules.extensions` does.
+`gpt_pretrain.extend` adds the latter while extensions are imported, before anything is composed or checked. Nothing
+here imports them: `rules.extensions` does.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, fields, make_dataclass
+from dataclasses import MISSING, field, fields, make_dataclass, replace
 from enum import Enum
 from functools import cache
+from importlib import import_module
 from typing import Any, cast
 
 from gpt_pretrain.config import schema
@@ -24,21 +25,32 @@ SECTIONS: dict[str, type] = {}
 
 @cache
 def config_class() -> type[schema.Config]:
-    """The schema's `Config`, with a field for each registered group."""
-    if not SECTIONS:
-        return schema.Config
-    made = make_dataclass(
-        "Config", [*SECTIONS.items()], bases=(schema.Config,), kw_only=True, slots=True, module=schema.__name__
-    )
+    """The schema's `Config`, with the keys of kernels and a field for each registered group."""
+    added = [("model", _model_class()), *SECTIONS.items()]
+    made = make_dataclass("Config", added, bases=(schema.Config,), kw_only=True, slots=True, module=schema.__name__)
     return cast(type[schema.Config], made)
+
+
+def _model_class() -> type:
+    """`ModelConfig` with the keys that stand in the files of fused kernels, each after the key that it names."""
+    section = schema.ModelConfig
+    members: list[Any] = [(each.name, each.type, field(metadata=each.metadata)) for each in fields(section)]
+    # By its name: features stand above this package, which they import.
+    for kernel in import_module("gpt_pretrain.features.registry").own_kernels():
+        facts = replace(kernel.facts, help=kernel.__doc__)
+        place = [name for name, *_ in members].index(kernel.after) + 1
+        members.insert(place, (kernel.key, bool | None, field(metadata={"facts": facts})))
+    made = make_dataclass(section.__name__, members, kw_only=True, slots=True, module=section.__module__)
+    made.__doc__ = section.__doc__
+    return made
 
 
 def default_values() -> dict[str, dict[str, Any]]:
     """What registered keys are unless somebody sets them, by group."""
     return {
         group: {
-            field.name: _plain(field.default if field.default_factory is MISSING else field.default_factory())
-            for field in fields(section)
+            each.name: _plain(each.default if each.default_factory is MISSING else each.default_factory())
+            for each in fields(section)
         }
         for group, section in SECTIONS.items()
     }
@@ -78,5 +90,5 @@ def missing_problem(saved: Any) -> str | None:
 
 def without_extensions(saved: Mapping[Any, Any]) -> dict[str, Any]:
     """A saved configuration without the groups of keys that nobody has registered here."""
-    known = {field.name for field in fields(config_class())}
+    known = {each.name for each in fields(config_class())}
     return {name: value for name, value in saved.items() if name in known or not isinstance(value, Mapping)}

@@ -29,7 +29,7 @@ from gpt_pretrain.config.schema_data import DataConfig, OptimConfig, TokenizerCo
 _POSITIONS, _ROPE = "model.position_embedding_type", PositionEmbedding.rope
 _WITH_ROPE = read_with(_POSITIONS, _ROPE)
 _WITH_SCALED_ROPE = read_with(_POSITIONS, _ROPE, instead=f"null, or {_POSITIONS}=rope")
-_WITHOUT_EXPERTS = unread_with("model.num_moe_experts", None, instead="{idle}, or a number of experts")
+WITHOUT_EXPERTS = unread_with("model.num_moe_experts", None, instead="{idle}, or a number of experts")
 _NO_FP8_KEYS = "leave all keys of FP8 out (fp8=none)"
 _WITHOUT_FP8 = unread_with("model.fp8", False, instead=f"model.fp8=true, or {_NO_FP8_KEYS}")
 # An engine may need more than FP8 to be on.
@@ -49,8 +49,8 @@ _LOSS = "model.cross_entropy_loss_fusion"
 _WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
 
 # What many keys share.
-_expert_core_key = partial(key, unread=[_WITHOUT_EXPERTS], core=["TransformerConfig"])
-_expert_key = partial(key, unread=[_WITHOUT_EXPERTS])
+_expert_core_key = partial(key, unread=[WITHOUT_EXPERTS], core=["TransformerConfig"])
+_expert_key = partial(key, unread=[WITHOUT_EXPERTS])
 _fp8_key = partial(key, planned=True, unread=[_WITHOUT_FP8])
 _layout_key = partial(key, planned=True, core=["TransformerConfig"])
 _mup_key = partial(key, unread=[_WITHOUT_MUP], core=["TransformerConfig"])
@@ -181,9 +181,6 @@ class ModelConfig:
     moe_grouped_kernel: MoeGroupedKernel | None = _expert_key(before=None)
     """Implementation of the grouped GEMM: transformer_engine (cuBLAS, expert by expert) or triton (one BF16 kernel, so
     the experts stay out of FP8); null: triton for many small experts per rank."""
-    moe_permute_fusion: bool | None = _expert_key(idle=[None, False])
-    """Sort tokens by expert, and back, in TE's fused kernels; needs Transformer Engine layers; null: on with them,
-    unless each expert-parallel rank gathers all tokens."""
     moe_router_padding_for_quantization: bool = _expert_core_key(before=False)
     """Route extra tokens of weight zero until each expert's count suits FP8; false: pad each expert's input."""
 
@@ -307,23 +304,14 @@ class ModelConfig:
     """Compile whole layers with torch.compile, without Transformer Engine or FP8; the first step takes a minute."""
     bias_activation_fusion: bool | None
     """Fuse bias and activation of the MLP; null: on a GPU."""
-    activation_cast_fusion: bool | None
-    """One kernel for the MLP's activation and its cast to FP8, another for the gradients; null: on Hopper."""
     bias_dropout_add_fusion: bool | None
     """Fuse bias, dropout and residual; null: on a GPU."""
     masked_softmax_fusion: bool | None
     """Fuse scale, mask and softmax in layers without TE; null: if apex's kernels are installed."""
-    use_flash_attention: bool | None
-    """Use FlashAttention-4; null: on Hopper with flash-attn-4 installed, for heads of 128, or of 64 without rope."""
     apply_rope_fusion: bool | None
     """TE's fused rope; null: with rope on TE layers."""
-    fused_single_qkv_rope: bool | None
-    """Split queries, keys and values and apply rope in one kernel; null: with rope on TE layers, without CUDA
-    graphs."""
     gradient_accumulation_fusion: bool | None
     """Accumulate weight gradients into the main gradient inside the GEMM; null: on a GPU, without emulation."""
-    embedding_gradient_fusion: bool | None
-    """Add embedding gradients only to the rows of their tokens; null: on a GPU, for few tokens and a large table."""
     cross_entropy_loss_fusion: bool | None
     """Fused vocabulary-parallel cross entropy; null: on a GPU in bf16, unless trainer.deterministic."""
     cross_entropy_fusion_impl: CrossEntropyFusion | None = key(before=None, unread=[_WITHOUT_FUSED_LOSS])

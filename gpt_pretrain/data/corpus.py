@@ -4,7 +4,7 @@
 cache, wait for the first), refuses wrong data, and returns the same `Corpus` on every rank.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -17,8 +17,7 @@ from gpt_pretrain.config.mixtures import Stage, has_own_sources, read_entries, r
 from gpt_pretrain.config.schema import Config, DataConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint
 from gpt_pretrain.data.mixtures import Mixture, Source, by_size
-from gpt_pretrain.data.own_source import OwnSource
-from gpt_pretrain.data.sources import FileSource, StdlibSource, TextSource
+from gpt_pretrain.data.sources import open_source
 from gpt_pretrain.data.token_files import (
     SplitSize,
     TokenFile,
@@ -30,7 +29,6 @@ from gpt_pretrain.data.token_files import (
     split_matrix,
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source, train_once
-from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
@@ -41,11 +39,6 @@ ORDER = "order of the samples"
 _ORDER_OF_THIS_VERSION = "epoch by epoch, splits sampled"
 # Among them only where documents are masked: runs of earlier versions never did.
 _MASKING = "document masking (model.data.inter_document_masking)"
-# What opens each kind of text, given patterns of files.
-SOURCES: Mapping[DataImpl, Callable[[DataConfig, Sequence[str]], TextSource]] = {
-    DataImpl.text: lambda data, patterns: FileSource(patterns, data.text_key),
-    DataImpl.stdlib: lambda data, patterns: StdlibSource(),
-}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -203,15 +196,10 @@ def _token_files(
     given = own_tokenizer(config)
     if data.data_impl is DataImpl.mmap:
         return paths, given if settings.model is None else load_tokenizer(settings.model)
-    registered = registered_choice("data_source", data.data_impl)
-
-    def open_text(patterns: Sequence[str]) -> TextSource:
-        return SOURCES[data.data_impl](data, patterns) if registered is None else OwnSource(registered, config)
-
-    sources = {name: open_text(patterns) for name, patterns in paths.items()}
+    sources = {name: open_source(config, patterns) for name, patterns in paths.items()}
     if given is None and len(sources) > 1 and settings.library is TokenizerLibrary.bpe:
         # One tokenizer for all of them.
-        given = train_once(open_text([*chain(*paths.values())]), settings.vocab_size, cache, progress)
+        given = train_once(open_source(config, [*chain(*paths.values())]), settings.vocab_size, cache, progress)
     tokenizer: Tokenizer | None = None
     prefixes: dict[str, Sequence[str]] = {}
     for name, source in sources.items():

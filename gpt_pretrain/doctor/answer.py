@@ -6,7 +6,7 @@ from gpt_pretrain.config.errors import counted
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Loaded, Torch
 from gpt_pretrain.doctor.findings import Blocks
 from gpt_pretrain.doctor.verdict import Verdict
-from gpt_pretrain.features.registry import LIBRARIES
+from gpt_pretrain.features.registry import libraries
 
 _SLOWER = "runs are slower without it"
 _CONSEQUENCES = {Blocks.training: "no training", Blocks.fp8: "no FP8", Blocks.nothing: "note"}
@@ -58,7 +58,7 @@ def _libraries(facts: Facts) -> Iterator[Row]:
     if isinstance(torch, Torch) and torch.gpus:
         yield from _gpus(facts, torch)
     yield _library("Transformer Engine", facts.transformer_engine)
-    for library in LIBRARIES:
+    for library in libraries():
         yield _library(library.title, facts.libraries[library.name], without=_SLOWER)
     yield _library("TorchAO", facts.torchao, without="its recipes are emulated only")
     yield _library("megatron-core", application, without="training does not load")

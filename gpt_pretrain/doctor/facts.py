@@ -84,7 +84,7 @@ class Facts:
     torchao: Loaded | Failure
     apex: Loaded | Failure
     libraries: Mapping[str, Loaded | Failure]
-    """Name of each library that features call (`features.registry.LIBRARIES`) → what was found of it."""
+    """Name of each library that features call (`features.registry.libraries`) → what was found of it."""
     application: Loaded | Failure
     """All that training imports; its version is megatron-core's."""
     requirements: tuple[Requirement, ...] | Failure

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 from gpt_pretrain.config.errors import install_command
 from gpt_pretrain.doctor.facts import Facts, Failure, Requirement, Torch
-from gpt_pretrain.features.registry import LIBRARIES
+from gpt_pretrain.features.registry import libraries
 from gpt_pretrain.run.platform import Library
 
 # Where PyTorch comes from the machine's image, it must not be replaced: a fix names the one package that is missing.
@@ -116,7 +116,7 @@ def _application(facts: Facts) -> Iterator[Finding]:
 
 def _broken(facts: Facts, *, by_core: bool = False) -> Iterator[tuple[Library, Failure]]:
     """Features' libraries that are installed and cannot be used; of those that megatron-core loads if `by_core`."""
-    for library in LIBRARIES:
+    for library in libraries():
         found = facts.libraries[library.name]
         if isinstance(found, Failure) and not found.is_missing and (library.loaded_by_core or not by_core):
             yield library, found

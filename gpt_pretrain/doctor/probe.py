@@ -23,13 +23,13 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.doctor.facts import Driver, Facts, Failure, Gpu, Loaded, Requirement, Torch
-from gpt_pretrain.features.registry import LIBRARIES
+from gpt_pretrain.features.registry import libraries
 from gpt_pretrain.launch.environment import NVIDIA_SMI, ask_driver, device_files, installed_version
 from gpt_pretrain.run import platform
 from gpt_pretrain.run.platform import Library
 
 # What features call, by the name that it is installed by.
-_LIBRARIES = {library.distribution: library for library in LIBRARIES}
+_LIBRARIES = {library.distribution: library for library in libraries()}
 # An import from a cold network file system takes tens of seconds; one that takes minutes hangs.
 _TIMEOUT_S = 180
 # Width of the products that are tried: a multiple of 16, as FP8 asks.

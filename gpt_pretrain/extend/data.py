@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.choices import DataImpl, TokenizerLibrary
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_methods, register, registering
+from gpt_pretrain.extend.registry import registering
 
 if TYPE_CHECKING:
     import tokenizers
@@ -29,13 +29,8 @@ class DataSource(Protocol):
 
 def data_source[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the members of `DataSource`, as a decorator; `model.data.data_impl=NAME` chooses it."""
-
-    def add(cls: S) -> S:
-        check_methods("data_source", name, cls, {"__init__": "config", "documents": "path", "identity": ""})
-        register("data_source", name, cls, cls.__module__, builtin=DataImpl)
-        return cls
-
-    return add
+    methods = {"__init__": "config", "documents": "path", "identity": ""}
+    return registering("data_source", name, methods, builtin=DataImpl)
 
 
 type BuildTokenizer = Callable[[Config], "tokenizers.Tokenizer"]

@@ -8,7 +8,7 @@ from gpt_pretrain.config.choices import Fp8Backend, Fp8RecipeName, LayerName, Lo
 from gpt_pretrain.config.errors import UserError, one_of
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import register, registering
+from gpt_pretrain.extend.registry import registering
 
 if TYPE_CHECKING:
     import torch
@@ -80,12 +80,7 @@ def feature[F: type[Any]](name: str) -> Callable[[F], F]:
     how a run computes, not what: a generation from a checkpoint goes without it. What a model computes belongs into a
     layer.
     """
-
-    def add(cls: F) -> F:
-        register("feature", name, cls, cls.__module__)
-        return cls
-
-    return add
+    return registering("feature", name, {})
 
 
 def loss(name: str) -> Callable[[TokenLosses], TokenLosses]:

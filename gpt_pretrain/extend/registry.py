@@ -7,7 +7,10 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
+from types import ModuleType
 from typing import Any
 
 from gpt_pretrain.config.choices import OpenChoice
@@ -87,53 +90,65 @@ def where(error: BaseException, file: str) -> str:
 
 
 REGISTERED: list[Registered] = []
-"""In the order of registration."""
+"""What extensions have registered, in the order of registration."""
+BUILT_IN: list[Registered] = []
+"""What the program's own modules have."""
 
 
 def registered(kind: str) -> list[Registered]:
     """Everything of a kind."""
-    return [each for each in REGISTERED if each.kind == kind]
+    return [each for each in (*BUILT_IN, *REGISTERED) if each.kind == kind]
 
 
 def registered_choice(kind: str, choice: OpenChoice) -> Registered | None:
-    """What an extension has registered for the value of a key; None for one of the program's own."""
+    """What has been registered for the value of a key; None where the program needs no registration."""
     return next((each for each in registered(kind) if each.name == choice.name), None)
 
 
 def register(kind: str, name: str, value: Any, module: str, builtin: type[OpenChoice] | None = None) -> None:
-    """Adds to the registry, and to `builtin`, which has the program's own names of the kind."""
+    """Adds to the registry, and an extension's name to `builtin`, which has the program's own names of the kind."""
     file = str(sys.modules[module].__file__)
     new = Registered(kind=kind, name=name, module=module, file=file, value=value)
-    others = registered(kind)
-    if builtin is not None and name in builtin.__members__ and not any(other.name == name for other in others):
+    if module.partition(".")[0] == __name__.partition(".")[0]:
+        BUILT_IN.append(new)
+        return
+    others = [each for each in REGISTERED if each.kind == kind and each.name == name]
+    if builtin is not None and name in builtin.__members__ and not others:
         raise UserError(f"{new}: this program has its own {kind} of that name; choose another")
-    for other in others:
-        if other.name == name:
-            raise UserError(f"{new} is already registered: {other}; give one of them another name")
+    if others:
+        raise UserError(f"{new} is already registered: {others[0]}; give one of them another name")
     REGISTERED.append(new)
     if builtin is not None:
         builtin.add(name)
 
 
-def registering[F: Callable[..., Any]](
+def import_modules(package: str) -> list[ModuleType]:
+    """Imports the modules of a package of the program, which register what they bring, in the order of their names."""
+    return [import_module(f"{package}.{each.name}") for each in iter_modules(sys.modules[package].__path__)]
+
+
+def registering[F](
     kind: str,
     name: str,
-    arguments: str,
+    takes: str | Mapping[str, str],
     *,
     builtin: type[OpenChoice] | None = None,
-    value_of: Callable[[F], Any] = lambda function: function,
+    value_of: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[F], F]:
-    """The decorator that registers a function which takes these arguments, or `value_of` it."""
+    """The decorator that registers a function with these arguments, or a class with these methods, or `value_of` it."""
 
     def add(function: F) -> F:
-        check_call(kind, name, function, arguments)
+        if isinstance(takes, str):
+            check_call(kind, name, function, takes)
+        else:
+            check_methods(kind, name, function, takes)
         register(kind, name, value_of(function), function.__module__, builtin=builtin)
         return function
 
     return add
 
 
-def check_call(kind: str, name: str, function: Callable[..., Any], arguments: str, *, written: str = "") -> None:
+def check_call(kind: str, name: str, function: Any, arguments: str, *, written: str = "") -> None:
     """Refuses a function that cannot be called with as many arguments as these; `written` is how it is declared."""
     try:
         signature = inspect.signature(function)
@@ -150,7 +165,7 @@ def check_call(kind: str, name: str, function: Callable[..., Any], arguments: st
         ) from None
 
 
-def check_methods(kind: str, name: str, cls: type, methods: Mapping[str, str]) -> None:
+def check_methods(kind: str, name: str, cls: Any, methods: Mapping[str, str]) -> None:
     """Refuses a class that lacks one of these methods, or whose method does not take these arguments after `self`."""
     if missing := [method for method in methods if not callable(getattr(cls, method, None))]:
         raise UserError(f"{kind} {name!r}: {cls.__name__} has no method {' and no method '.join(missing)}")

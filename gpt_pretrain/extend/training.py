@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_method, check_methods, register, registering
+from gpt_pretrain.extend.registry import check_method, register, registering
 
 if TYPE_CHECKING:
     import torch
@@ -152,12 +152,4 @@ def _looks_like_a_hook(method: str, value: Any) -> bool:
 
 def sink[S: type[Any]](name: str) -> Callable[[S], S]:
     """Registers a class with the methods of `Sink`, as a decorator; `name` is for messages."""
-
-    def add(cls: S) -> S:
-        check_methods(
-            "sink", name, cls, {"__init__": "run_dir, config, start_step", "write": "step, values", "close": ""}
-        )
-        register("sink", name, cls, cls.__module__)
-        return cls
-
-    return add
+    return registering("sink", name, {"__init__": "run_dir, config, start_step", "write": "step, values", "close": ""})

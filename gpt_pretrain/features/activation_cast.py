@@ -14,9 +14,10 @@ from gpt_pretrain.run.products import FC1, FC2
 
 
 class ActivationCast(FusedKernel):
-    """Fused activation and cast."""
+    """One kernel for the MLP's activation and its cast to FP8, another for the gradients; null: on Hopper."""
 
     key = "activation_cast_fusion"
+    after = "bias_activation_fusion"
     changes_te_layers = True
 
     @override

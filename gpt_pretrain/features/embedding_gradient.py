@@ -13,7 +13,7 @@ from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, 
 
 
 class EmbeddingGradient(FusedKernel):
-    """Gradients added to the rows of an embedding."""
+    """Add embedding gradients only to the rows of their tokens; null: on a GPU, for few tokens and a large table."""
 
     key = "embedding_gradient_fusion"
 

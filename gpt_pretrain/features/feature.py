@@ -10,6 +10,7 @@ from typing import Any, ClassVar, override
 
 from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.config.errors import refusal, refusals, show
+from gpt_pretrain.config.facts import NO_FACTS, Facts
 from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
@@ -124,8 +125,12 @@ class Feature:
 
 
 class FusedKernel(Feature):
-    """A feature whose key is true, false, or null where the machine decides."""
+    """A feature whose key is true, false, or null where the machine decides; its docstring is the key's help."""
 
+    after: ClassVar[str] = "gradient_accumulation_fusion"
+    """The key of `model.` that its own follows in `--help` and `config.yaml`."""
+    facts: ClassVar[Facts] = NO_FACTS
+    """What else is known of its key."""
     off = "null or false"
 
     @property
@@ -159,6 +164,6 @@ class FusedKernel(Feature):
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
         """Whether null turns it on, where neither obstacles nor CUDA graphs exclude it: it was measured to gain here.
 
-        `kernels` has what was chosen before, kernels that stand earlier in `registry.KERNELS` included.
+        `kernels` has what was chosen before, kernels that stand earlier in `registry.fused_kernels` included.
         """
         return False

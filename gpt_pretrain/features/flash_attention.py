@@ -36,9 +36,10 @@ _TAKES_THE_PLACE = "it takes the place of Transformer Engine's attention"
 
 
 class FlashAttention(FusedKernel):
-    """FlashAttention-4."""
+    """Use FlashAttention-4; null: on Hopper with flash-attn-4 installed, for heads of 128, or of 64 without rope."""
 
     key = "use_flash_attention"
+    after = "masked_softmax_fusion"
     library = _LIBRARY
     without_library = "Attention is Transformer Engine's, not FlashAttention-4"
     changes_te_layers = True

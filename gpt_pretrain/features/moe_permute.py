@@ -4,13 +4,17 @@ from collections.abc import Iterator
 from typing import override
 
 from gpt_pretrain.config.choices import MoeTokenDispatcher
+from gpt_pretrain.config.facts import Facts
+from gpt_pretrain.config.schema_model import WITHOUT_EXPERTS
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Obstacle, Platform, Resolved
 
 
 class MoePermute(FusedKernel):
-    """Fused permutation of tokens for experts."""
+    """Sort tokens by expert, and back, in TE's kernels; null: on with TE layers, unless EP ranks gather all tokens."""
 
     key = "moe_permute_fusion"
+    after = "moe_grouped_kernel"
+    facts = Facts(unread=[WITHOUT_EXPERTS], idle=[None, False])
     changes_te_layers = True
     core_field = "moe_permute_fusion"
 

@@ -9,9 +9,10 @@ from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, 
 
 
 class QkvRope(FusedKernel):
-    """Split and rotation in one kernel."""
+    """Split queries, keys and values, and rotate, in one kernel; null: with rope on TE layers, without CUDA graphs."""
 
     key = "fused_single_qkv_rope"
+    after = "apply_rope_fusion"
     core_field = "fused_single_qkv_rope"
 
     @override

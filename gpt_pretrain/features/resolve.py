@@ -12,7 +12,7 @@ from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, LossName
 from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.cuda_graphs import CudaGraphs
-from gpt_pretrain.features.registry import KERNELS, LIBRARIES
+from gpt_pretrain.features.registry import fused_kernels, libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.run.fp8 import grouped_kernel
@@ -31,7 +31,7 @@ from gpt_pretrain.run.run_spec import RunSpec, plan_layout
 
 
 def detect_platform() -> Platform:
-    """Looks up what there is; imports Transformer Engine, TorchAO, apex and `LIBRARIES` if they are installed."""
+    """Looks up what there is; imports Transformer Engine, TorchAO, apex and `libraries()` if they are installed."""
     with ended_at_once():
         import torch
 
@@ -39,7 +39,7 @@ def detect_platform() -> Platform:
     if not torch.cuda.is_available():
         return Platform(cuda=False, num_gpus=0, device_name="CPU", compiler_problem=compiler_problem(), **variables)
     with ended_at_once():
-        found = library_fields(transformer_engine(), torchao(), {each.name: each.find() for each in LIBRARIES})
+        found = library_fields(transformer_engine(), torchao(), {each.name: each.find() for each in libraries()})
         parts: dict[str, Any] = apex_parts()
     return Platform(
         cuda=True,
@@ -69,7 +69,7 @@ def build_run_spec(config: Config, launch: Launch, platform: Platform) -> RunSpe
 def plan_kernels(run: Resolved, platform: Platform, world_size: int) -> Kernels:
     """Resolves the `null`s among the kernel keys; explicit values stand. The run breaks no rule."""
     kernels = _plan_parts(run, platform, world_size)
-    for kernel in KERNELS:
+    for kernel in fused_kernels():
         used: bool | None = kernel.wanted(run.model)
         if used is None:
             # None is tested in replayed layers.
@@ -90,7 +90,7 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
 
     te = choose(model.transformer_engine, platform.transformer_engine is not None and not in_local_layers)
     # Requested kernels, which are not tested in graphs, take precedence over them.
-    is_free = te and world_size == 1 and not any(kernel.is_asked(model) for kernel in KERNELS)
+    is_free = te and world_size == 1 and not any(kernel.is_asked(model) for kernel in fused_kernels())
     # A compiled layer has no place for separately fused kernels.
     fuses = platform.cuda and not model.compile
     plain = keeps_plain_kernels(config)

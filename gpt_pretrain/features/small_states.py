@@ -10,7 +10,7 @@ from gpt_pretrain.config.recipes import Use, recipes_for
 from gpt_pretrain.config.schema import ModelConfig, OptimConfig
 from gpt_pretrain.features.feature import Feature, Resolved, RunSpec
 from gpt_pretrain.kernels import SCALED_BLOCK
-from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.run.optimizers import names_with, optimizer_of
 
 # Half of the relative gap between neighboring numbers of a type is at most two to the minus this.
 _HALF_STEP = {MomentDtype.bf16: 8, MomentDtype.fp16: 11, MomentDtype.fp8: 4}
@@ -35,7 +35,7 @@ class SmallStates(Feature):
     @override
     def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         model, optim, off = run.model, run.model.optim, self.off
-        if not OPTIMIZERS[optim.name].has_small_states:
+        if not optimizer_of(optim.name).has_small_states:
             names, asked = names_with("has_small_states"), f"model.optim.name={optim.name.name}"
             yield refusal(self.setting, asked, f"it is a form of {names}", f"model.optim.name={names}")
         if not uses_distributed_optimizer(model):

@@ -28,8 +28,8 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.features.mup import output_mult
-from gpt_pretrain.features.registry import FEATURES
-from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.features.registry import all_features
+from gpt_pretrain.run.optimizers import optimizer_of
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -193,7 +193,7 @@ def _kernel_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("cuda_graph_modules", [])
     layers = "transformer_engine" if kernels.transformer_engine else "local"
     yield Field("transformer_impl", layers, ("model.transformer_engine", "model.fp8_backend", "model.fp8_emulate"))
-    for feature in FEATURES:
+    for feature in all_features():
         if feature.core_field:
             yield Field(feature.core_field, feature.is_used(spec), (feature.path,))
     yield Field("bias_dropout_fusion", kernels.bias_dropout_add_fusion, ("model.bias_dropout_add_fusion",))
@@ -256,7 +256,7 @@ def _distributed_optimizer(spec: RunSpec) -> Field:
 def optimizer_fields(spec: RunSpec) -> list[Field]:
     """Fields of `OptimizerConfig`, except for those of `optimizer_state_fields`."""
     optim, dtype, fp8 = spec.model.optim, params_dtype(spec), spec.te_fp8 or spec.stored_fp8
-    optimizer = OPTIMIZERS[optim.name]
+    optimizer = optimizer_of(optim.name)
     return [
         *_told_by_schema(spec, "OptimizerConfig"),
         Field("optimizer", optimizer.core_name, ("model.optim.name",)),

@@ -30,7 +30,7 @@ import torch
 from megatron.core.optimizer import OptimizerConfig
 
 from gpt_pretrain.megatron.muon_matrices import Form, Matrix
-from gpt_pretrain.run.optimizers import MUON_VALUES_AT_ONCE
+from gpt_pretrain.run.optimizers.muon import MUON_VALUES_AT_ONCE
 
 # The stretch of a rank that holds nothing of a matrix.
 _NONE = (0, 0)

@@ -41,7 +41,7 @@ from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
-from gpt_pretrain.run import optimizers
+from gpt_pretrain.run.optimizers import optimizer_of
 
 
 def build_optimizer(model: Model) -> MegatronOptimizer:
@@ -76,9 +76,9 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     optimizer = get_megatron_optimizer(options, model.chunks, overrides, use_gloo_process_groups=False)
     if name is OptimizerName.muon:
         _exchange(optimizer, lambda part, groups: Muon(groups, *matrices_of(part, model.chunks), options))
-    elif own is not None:
+    elif own is not None and own.value.build is not None:
         _exchange(optimizer, lambda _, groups: build_own(own, spec.config, groups))
-    expected = PrecisionAwareAdam.__name__ if precision_aware else optimizers.OPTIMIZERS[name].class_name
+    expected = PrecisionAwareAdam.__name__ if precision_aware else optimizer_of(name).class_name
     built = {type(inner).__name__ for inner in _inner_optimizers(optimizer)}
     if not built <= {expected}:
         raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")

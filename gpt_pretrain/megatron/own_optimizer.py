@@ -1,4 +1,4 @@
-"""Optimizers that extensions register: any `torch.optim.Optimizer`, made to skip updates on the device.
+"""Optimizers registered with what builds them: any `torch.optim.Optimizer`, made to skip updates on the device.
 
 `check_own_optimizer` tries one on a small matrix before a run builds its model, and refuses it if its registration does
 not say how it behaves: wrong states would be missing in the plan and in checkpoints.
@@ -69,13 +69,13 @@ def build_own(registered: Registered, config: Config, params: list[dict[str, Any
 
 
 def check_own_optimizer(config: Config) -> None:
-    """Tries the run's optimizer on a small matrix, if an extension has registered it.
+    """Tries the run's optimizer on a small matrix, if it was registered with what builds it.
 
     Raises:
         UserError: It does not behave as registered.
     """
     registered = registered_choice("optimizer", config.model.optim.name)
-    if registered is None:
+    if registered is None or registered.value.build is None:
         return
     alone, fresh = _trial(registered, config)
     before = fresh.detach().clone()
@@ -94,7 +94,7 @@ def check_own_optimizer(config: Config) -> None:
         stepped.step()
         if not torch.equal(fresh, zeroed):
             problem = "its first step is another one from states of zeros, which is how a run makes them"
-    if problem is None and registered.value.elementwise:
+    if problem is None and registered.value.has_distributed_form:
         problem = _elementwise_problem(registered, config)
     if problem is not None:
         raise UserError(f"{registered}: {problem}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import all_features
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
@@ -95,7 +95,7 @@ def planned_spec(config: Config) -> RunSpec:
     It has the optional library of a feature only if the configuration asks for the feature.
     """
     launch, gpu = _planned_launch(config), GPUS[config.plan.gpu]
-    asked = [feature.library for feature in FEATURES if feature.library and feature.is_asked(config.model)]
+    asked = [feature.library for feature in all_features() if feature.library and feature.is_asked(config.model)]
     platform = Platform(
         cuda=True,
         num_gpus=launch.local_world_size,

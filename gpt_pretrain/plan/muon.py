@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from gpt_pretrain.config.choices import MuonTpMode, OptimizerName
 from gpt_pretrain.config.derived import uses_distributed_optimizer
 from gpt_pretrain.plan.stages import Stage
-from gpt_pretrain.run.optimizers import MUON_VALUES_AT_ONCE, OPTIMIZERS
+from gpt_pretrain.run.optimizers import optimizer_of
+from gpt_pretrain.run.optimizers.muon import MUON_VALUES_AT_ONCE
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, ROUTER
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -56,7 +57,7 @@ def _matrices(spec: RunSpec, stage: Stage) -> Iterator[_Matrices]:
 def fp32_state_bytes(spec: RunSpec, stages: Sequence[Stage]) -> float:
     """Bytes of fp32 states per parameter that a GPU of these stages holds; any optimizer's."""
     optim = spec.model.optim
-    optimizer = OPTIMIZERS[optim.name]
+    optimizer = optimizer_of(optim.name)
     of_all = optimizer.state_bytes(optim)
     if optimizer.matrix_state_bytes is None:
         return of_all

@@ -20,7 +20,7 @@ from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
 from gpt_pretrain.plan.stages import Stage, keeps_transposes, per_layer, plan_stages
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
-from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.run.optimizers import optimizer_of
 from gpt_pretrain.run.products import FC1, FC2, PROJ, QKV, Linear
 from gpt_pretrain.run.run_spec import RunSpec
 
@@ -234,7 +234,7 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     model, layout, settings = spec.model, spec.layout, spec.fp8
     updated = stage.optimizer_parameters(spec)
     zeroed = 0 if shards_gradients(model) else stage.num_parameters * 4
-    moved = zeroed + OPTIMIZERS[model.optim.name].moved_bytes * updated
+    moved = zeroed + optimizer_of(model.optim.name).moved_bytes * updated
     seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
     if settings is None:
         return seconds

@@ -13,7 +13,7 @@ from gpt_pretrain.config.keys import did_you_mean
 from gpt_pretrain.config.recipes import Use, recipes_for, recipes_of
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.run.fp8 import Fp8Settings, Obstacle, emulation, local_layers
-from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.run.optimizers import names_with, optimizer_of
 from gpt_pretrain.run.products import Resolved, shapes_of
 
 # 64 times Transformer Engine's default. Every step reads the whole history, and every checkpoint holds it.
@@ -81,7 +81,7 @@ def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
     if config.model.use_distributed_optimizer is False:
         yield "model.use_distributed_optimizer=false", only, "model.use_distributed_optimizer=null or true"
     name = config.model.optim.name
-    if not OPTIMIZERS[name].has_distributed_form:
+    if not optimizer_of(name).has_distributed_form:
         ways = f"model.optim.name={names_with('has_distributed_form')}"
         yield f"model.optim.name={name.name}", f"{only}, and megatron-core has no distributed form of this one", ways
     if (why := settings.recipe.why_not(Use.fp8_params)) is not None:

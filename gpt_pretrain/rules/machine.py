@@ -12,7 +12,7 @@ from gpt_pretrain.config.errors import ConfigError, counted, how_to_install, ref
 from gpt_pretrain.config.keys import value_of
 from gpt_pretrain.config.recipes import Engine, Recipe
 from gpt_pretrain.features.fp8_attention import is_attention_delayed
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import all_features
 from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.run.fp8 import emulation, local_layers
 from gpt_pretrain.run.platform import ATTENTION, RECIPE_VARIABLES, Platform, read_version
@@ -115,7 +115,7 @@ def machine_notes(spec: RunSpec) -> list[str]:
 
 def _broken_libraries(spec: RunSpec) -> Iterator[str]:
     """Libraries that are installed and broken, where null would otherwise turn their features on."""
-    for feature in FEATURES:
+    for feature in all_features():
         library, platform = feature.library, spec.platform
         if library is None or library.name not in platform.library_problems:
             continue
@@ -170,7 +170,7 @@ def _layer_problems(spec: RunSpec) -> Iterator[str]:
 def _kernel_problems(spec: RunSpec) -> Iterator[str]:
     """Features and kernels that are not installed, cannot be built, or need a GPU."""
     model, platform, kernels = spec.model, spec.platform, spec.kernels
-    for feature in FEATURES:
+    for feature in all_features():
         if feature.is_asked(model):
             yield from feature.problems_here(spec)
     if model.masked_softmax_fusion and (kernels.transformer_engine or not platform.apex_softmax):

@@ -21,7 +21,7 @@ from gpt_pretrain.config.derived import (
 )
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, show
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import all_features
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.schedule import batch_fits, batches, other_batches
 from gpt_pretrain.run.products import Resolved
@@ -191,6 +191,6 @@ def kernel_problems(run: Resolved, *, sizes_known: bool) -> Iterator[str]:
     yield from gradients(run.model)
     yield from fusions(run.model)
     yield from z_loss(run.model)
-    for feature in FEATURES:
+    for feature in all_features():
         if feature.is_asked(run.model):
             yield from feature.problems(run, sizes_known=sizes_known)

@@ -19,7 +19,8 @@ from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.config.recipes import DELAYED_KEYS, RECIPES
 from gpt_pretrain.config.schedule import has_length, rate_phases
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.run.optimizers import OPTIMIZERS
+from gpt_pretrain.extend.registry import registered
+from gpt_pretrain.run.optimizers import optimizer_of
 from gpt_pretrain.run.products import Resolved, resolve
 
 type Why = Callable[[Resolved], str]
@@ -81,7 +82,7 @@ def _no_high_precision_wgrad(run: Resolved) -> str:
 
 
 def _unread_by_optimizer(name: str) -> Why:
-    return lambda run: OPTIMIZERS[run.model.optim.name].unread.get(name, "")
+    return lambda run: optimizer_of(run.model.optim.name).unread.get(name, "")
 
 
 def _has_own_warmup(run: Resolved) -> bool:
@@ -149,7 +150,7 @@ def _fp8_rows() -> Iterator[NoEffect]:
 
 
 def _other_rows() -> Iterator[NoEffect]:
-    for name in sorted({name for optimizer in OPTIMIZERS.values() for name in optimizer.unread}):
+    for name in sorted({name for each in registered("optimizer") for name in each.value.unread}):
         yield NoEffect(f"model.optim.{name}", _unread_by_optimizer(name))
     sched = "model.optim.sched"
     own_warmup = _if(_has_own_warmup, f"{sched}.name=constant, and the warmup has steps of its own")

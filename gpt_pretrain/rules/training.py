@@ -16,7 +16,7 @@ from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.schedule import schedule_problems
 from gpt_pretrain.run.fp8 import Obstacle
-from gpt_pretrain.run.optimizers import OPTIMIZERS, names_with
+from gpt_pretrain.run.optimizers import names_with, optimizer_of
 
 # The 256 bytes and the end-of-document token.
 SMALLEST_BPE = 257
@@ -48,14 +48,14 @@ def _optimizer(config: Config) -> Iterator[str]:
     if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
         yield f"model.optim.betas={optim.betas} are not two numbers of at least 0 and below 1; use [0.9,0.95] or others"
     # `rules.fp8` has FP8 parameters, which need the distributed optimizer.
-    if not OPTIMIZERS[optim.name].has_distributed_form and config.model.use_distributed_optimizer:
+    if not optimizer_of(optim.name).has_distributed_form and config.model.use_distributed_optimizer:
         asked, why = f"model.optim.name={optim.name.name}", "megatron-core has no distributed form of it"
         ways = names_with("has_distributed_form"), "a layout without it (parallelism=single)"
         yield refusal(asked, "model.use_distributed_optimizer=true", why, *ways)
     if optim.name is OptimizerName.muon:
         yield from _missing_muon()
     tp = config.model.tensor_model_parallel_size
-    if OPTIMIZERS[optim.name].needs_whole_matrices and tp > 1:
+    if optimizer_of(optim.name).needs_whole_matrices and tp > 1:
         why = "it needs whole matrices, which tensor parallelism cuts"
         yield refusal(
             f"model.optim.name={optim.name.name}",

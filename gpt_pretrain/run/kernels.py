@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl, MoeGroupedKernel
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.config.keys import schema_sections
 from gpt_pretrain.run.platform import APEX_PARTS, Platform
 
 
@@ -38,7 +38,7 @@ class Kernels:
 
         Those of extensions come last.
         """
-        keys = [field.name for field in fields(ModelConfig)]
+        keys = [field.name for field in fields(schema_sections()["model"])]
         parts = [field.name for field in fields(self) if field.name != "features"]
         for feature in sorted(filter(keys.__contains__, self.features), key=keys.index):
             before = keys[: keys.index(feature)]

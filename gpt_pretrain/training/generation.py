@@ -20,7 +20,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.tokenizer import Tokenizer
-from gpt_pretrain.features.registry import FEATURES
+from gpt_pretrain.features.registry import all_features
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import Model, build_gpt_chunks
@@ -213,7 +213,7 @@ def inference_config(saved: SavedModel) -> Config:
             f"model.encoder_seq_length={model.encoder_seq_length}",
             f"trainer.precision={precision}",
             f"model.transformer_engine={transformer_engine}",
-            *(f"model.{feature.key}=false" for feature in FEATURES if feature.compiles_first),
+            *(f"model.{feature.key}=false" for feature in all_features() if feature.compiles_first),
             # Graphs have the shape of a microbatch.
             "model.cuda_graph_impl=none",
         ]

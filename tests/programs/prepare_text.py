@@ -13,7 +13,7 @@ from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress
-from gpt_pretrain.data.sources import FileSource
+from gpt_pretrain.data.sources.text import FileSource
 from gpt_pretrain.data.tokenizer import tokenize_source
 
 

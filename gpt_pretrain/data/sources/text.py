@@ -1,24 +1,9 @@
-"""Where text comes from: Python's standard library, or the user's own .txt, .jsonl, .parquet and .arrow files.
-
-A new source is a subclass of `TextSource` and a line in `corpus.SOURCES`. A new format of the user's files is a method
-of `FileSource` and a line in its `READERS`.
-
-A source streams pieces of documents in a fixed order and never holds more than a few MiB: the disk bounds the size of a
-corpus, not the memory. A long document comes in several pieces, cut where every common pre-tokenizer also cuts (before
-a space between words, or between a line end and a word), so that byte-level tokenizers give the tokens of the whole.
-"""
+"""The user's own .txt, .jsonl, .parquet and .arrow files; a new format is a method of `FileSource` and in `READERS`."""
 
 import codecs
 import glob
-import hashlib
 import json
-import platform
-import re
-import sysconfig
-import tokenize
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -29,117 +14,11 @@ import pyarrow.parquet
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import expand_user
 from gpt_pretrain.data.cache import file_identity
+from gpt_pretrain.data.sources import Piece, TextSource
+from gpt_pretrain.extend.registry import register
 
 _PARQUET_BATCH_ROWS = 256
 _ARROW_FILE = b"ARROW1"
-_CUT = re.compile(r"(?<=\n)(?=\S)|(?<=\S)(?= \S)")
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Part of a document; its text is empty for an empty document."""
-
-    text: str
-    ends_document: bool
-    num_source_bytes: int
-    """Bytes read for it, for the progress bar."""
-
-
-class TextSource(ABC):
-    """Documents in a fixed order."""
-
-    files: Sequence[Path]
-    piece_size = 1024 * 1024
-    """Bytes read at once, and characters after which a document is cut at the next possible place."""
-
-    @abstractmethod
-    def identity(self) -> list[Any]:
-        """A JSON value that changes whenever the text may have changed."""
-
-    @abstractmethod
-    def read_file(self, path: Path) -> Iterator[Piece]:
-        """Pieces of the documents of one file."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of all files."""
-        return sum(path.stat().st_size for path in self.files)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Pieces of all documents."""
-        for path in self.files:
-            yield from self.read_file(path)
-
-    def sample(self, max_bytes: int) -> Iterator[str]:
-        """The beginning of each file, an equal share of `max_bytes` from each; the same text at every call."""
-        share = max(1, max_bytes // len(self.files))
-        for path in self.files:
-            remaining = share
-            for piece in self.read_file(path):
-                yield piece.text[:remaining]
-                remaining -= len(piece.text)
-                if remaining <= 0:
-                    break
-
-    def cut(self, text: str, num_source_bytes: int) -> Iterator[Piece]:
-        """The pieces of a document in memory."""
-        *parts, last = self._parts(text)
-        for part in parts:
-            yield Piece(part, ends_document=False, num_source_bytes=0)
-        yield Piece(last, ends_document=True, num_source_bytes=num_source_bytes)
-
-    def _parts(self, text: str) -> Iterator[str]:
-        start = 0
-        while len(text) - start > self.piece_size:
-            match = _CUT.search(text, start + self.piece_size)
-            if match is None:
-                break
-            yield text[start : match.end()]
-            start = match.end()
-        yield text[start:]
-
-
-class StdlibSource(TextSource):
-    """The source files of Python's standard library: about 10 MB of real text that every machine with Python has.
-
-    Test suites, whose inputs are odd on purpose, and tables of data are left out. The hash of their names orders the
-    files: splits are contiguous ranges of documents, and in alphabetical order the validation split would be the last
-    few packages.
-    """
-
-    _EXCLUDED = frozenset(
-        {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "encodings", "pydoc_data"}
-    )
-
-    def __init__(self) -> None:
-        self.root = Path(sysconfig.get_path("stdlib"))
-        names = [
-            path.relative_to(self.root).as_posix()
-            for path in self.root.rglob("*.py")
-            if not self._EXCLUDED.intersection(path.relative_to(self.root).parts)
-        ]
-        if not names:
-            raise UserError(
-                f"model.data.data_impl=stdlib: {self.root} holds no .py files (this Python has its library in an "
-                "archive?); use data=text model.data.text_files=[…]"
-            )
-        names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-        self.files = [self.root / name for name in names]
-
-    def identity(self) -> list[Any]:
-        """Python's version, and the files with their sizes."""
-        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.files]
-        return ["stdlib", platform.python_implementation(), platform.python_version(), files]
-
-    def read_file(self, path: Path) -> Iterator[Piece]:
-        """The file as one document, in the encoding it declares."""
-        try:
-            with tokenize.open(path) as file:
-                text = file.read()
-        except (SyntaxError, UnicodeDecodeError):
-            # Distributions add files that break their declared encoding; they count as empty documents.
-            text = ""
-        yield from self.cut(text, path.stat().st_size)
 
 
 class FileSource(TextSource):
@@ -310,3 +189,6 @@ def _not_utf8(path: Path, offset: int, byte: int) -> UserError:
         f"{path}: not UTF-8: byte 0x{byte:02x} at offset {offset:,}; convert it, e.g. with "
         "`iconv -f LATIN1 -t UTF-8`, or remove it from model.data.text_files"
     )
+
+
+register("data_source", "text", lambda data, patterns: FileSource(patterns, data.text_key), __name__)
