@@ -31,6 +31,7 @@ _BARE = "bare"
 # What a benchmark sets in a run besides the number of steps, so that it only trains.
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
+    "evaluation.tasks": "[]",
     "trainer.max_time": "null",
     "trainer.max_spike_rewinds": "null",
     "checkpoint.save_interval": "null",

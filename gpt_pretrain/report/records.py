@@ -174,6 +174,21 @@ class ValidationTasksRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord(Record):
+    """One evaluation on the tasks of `evaluation.tasks`; RUN_DIR/evaluations has its whole report."""
+
+    kind: ClassVar[str] = "evaluation"
+    numbers: Mapping[str, float]
+    """By task and metric, such as "arc_easy/acc_norm"."""
+    standard_errors: Mapping[str, float]
+    """Of those numbers that have one."""
+    time_s: float
+    """Seconds it took."""
+    warnings: tuple[str, ...]
+    """What the user should know of the numbers, such as texts longer than the context."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class SkippedStepRecord(Record):
     """A step whose loss or gradient was not finite: no rank updated weights or moments, and the run continued."""
 

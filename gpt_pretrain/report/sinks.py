@@ -20,6 +20,7 @@ from gpt_pretrain.extend.registry import Registered
 from gpt_pretrain.extend.training import Sink
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
+    EvaluationRecord,
     Fp8Record,
     Record,
     RewindRecord,
@@ -42,6 +43,9 @@ def scalars(record: Record) -> dict[str, float]:
         return _fp8_scalars(record)
     if isinstance(record, ValidationTasksRecord):
         return {f"validation/{name}": value for name, value in record.numbers.items()}
+    if isinstance(record, EvaluationRecord):
+        errors = {f"{name}_stderr": value for name, value in record.standard_errors.items()}
+        return {f"evaluation/{name}": value for name, value in {**record.numbers, **errors}.items()}
     if isinstance(record, SourcesRecord):
         return {
             f"sources/{name}/{what}": value
