@@ -1,5 +1,6 @@
 """lm-evaluation-harness' view of a model: texts become token ids as in its own models, and `score` does the rest."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, override
@@ -51,7 +52,8 @@ class ScoredModel(TemplateLM):  # type: ignore[misc]  # the library has no types
                     f"a task asks for the likelihood of {len(continuation)} tokens, and the model's context has "
                     f"{self._max_length} (model.encoder_seq_length); leave the task out"
                 )
-            tokens = (context + continuation)[-self._max_length - 1 :]
+            # All ranks get these: lists would take nine times the memory.
+            tokens = array("i", (context + continuation)[-self._max_length - 1 :])
             self.num_truncated += len(tokens) < len(context) + len(continuation)
             asked.append((tokens, len(continuation)))
         self.num_requests += len(asked)
@@ -69,7 +71,8 @@ class ScoredModel(TemplateLM):  # type: ignore[misc]  # the library has no types
             ]
             for (text,) in (request.args for request in requests)
         ]
-        scores = iter(self._score([(context + part, len(part)) for of_text in windows for context, part in of_text]))
+        asked = [(array("i", context + part), len(part)) for of_text in windows for context, part in of_text]
+        scores = iter(self._score(asked))
         return [sum(score for score, _ in islice(scores, len(of_text))) for of_text in windows]
 
     @override
