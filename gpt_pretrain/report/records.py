@@ -69,6 +69,9 @@ class TrainRecord(Record):
     """Training samples seen up to this step, including those passed over in rewinds."""
     consumed_tokens: int
     """Training tokens seen up to this step."""
+    consumed_flops: float | None = None
+    """Operations of the matrix products for these tokens, as tflops_per_gpu counts them; where documents do not see
+    each other, at their mean length since the last record. Null in files of earlier versions."""
     loss: float
     """Cross entropy in nats per token, over all ranks."""
     lr: float

@@ -72,12 +72,15 @@ class Meter:
         tokens_per_s, attended = step_tokens / step_time_s, None
         if self._squared_lengths is not None:
             attended = attended_length(self._squared_lengths.item(), self._num_steps * step_tokens)
-        tflops = tokens_per_s * flops_per_token(model, attended) / self._num_gpus / 1e12
+        flops = flops_per_token(model, attended)
+        consumed_tokens = progress.consumed_tokens(model.encoder_seq_length)
+        tflops = tokens_per_s * flops / self._num_gpus / 1e12
         self.restart()
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
+            consumed_tokens=consumed_tokens,
+            consumed_flops=consumed_tokens * flops,
             loss=loss,
             lr=lr,
             decoupled_lr=decoupled_lr,
