@@ -23,6 +23,8 @@ KNOWS = {
     "data": {"config", "extend", "launch"},
     "checkpoint": {"config", "run", "megatron", "fp8", "data"},
     "report": {"config", "extend"},
+    # Another library's tasks; how a model scores token ids is handed in.
+    "evaluation": {"config", "data", "report"},
     # Plans in the words of megatron-core and FP8, and touches nothing that trains.
     "plan": {"config", "launch", "rules", "run", "features", "kernels", "megatron", "fp8"},
     # A run that could not fit by the plan does not start.
@@ -39,6 +41,7 @@ KNOWS = {
         "data",
         "checkpoint",
         "report",
+        "evaluation",
     },
     # Another library's names for what a checkpoint holds; between the two stand these commands.
     "huggingface": {"config", "extend", "launch", "rules", "run", "features", "megatron", "data", "checkpoint"},

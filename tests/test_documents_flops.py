@@ -60,6 +60,7 @@ def test_a_run_counts_attention_by_the_lengths_of_its_documents(layout, tmp_path
         assert 2 < attended < 256, attended
         expected = whole - 3 * model.num_layers * 2 * width * (256 - attended)
         assert 2 * record.tflops_per_gpu * 1e12 / record.tokens_per_s == pytest.approx(expected, rel=1e-5)
+        assert record.consumed_flops == pytest.approx(expected * record.consumed_tokens, rel=1e-5)
 
 
 def results(squares):

@@ -11,7 +11,9 @@ from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.generate import GenerateArguments, main
-from gpt_pretrain.training.generation import continuations, inference_config, loaded_model
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.training.generation import continuations
+from gpt_pretrain.training.loaded_model import inference_config, loaded_model
 from tests.emulated_training import emulate
 from tests.forked_runs import fork_ranks
 from tests.saved_models import FAMILIES, save_model, saved_model, small_tokenizer
@@ -107,9 +109,9 @@ def test_what_a_runs_gpus_did_faster_is_not_asked_of_this_machine(llama):
     trainer = replace(saved.config.trainer, deterministic=True)
     config = inference_config(replace(saved, config=replace(saved.config, model=model, trainer=trainer)))
     assert config == inference_config(saved)
-    with loaded_model(saved, config) as loaded:
-        assert not loaded.config.tp_comm_overlap
-        assert loaded.config.cuda_graph_impl == "none"
+    with loaded_model(saved, config, read_launch({})) as loaded:
+        assert not loaded.transformer_config.tp_comm_overlap
+        assert loaded.transformer_config.cuda_graph_impl == "none"
 
 
 def test_draws_follow_the_seed(llama):

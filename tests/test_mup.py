@@ -7,8 +7,9 @@ import torch
 
 from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.checkpoint.state import describe_weights, differences
+from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.rules.jobs import load_config
-from gpt_pretrain.training.generation import inference_config, loaded_model
+from gpt_pretrain.training.loaded_model import inference_config, loaded_model
 from tests.emulated_training import emulate, emulated_training
 from tests.runs import run_small
 from tests.saved_models import FAMILIES, saved_model, some_tokens
@@ -192,6 +193,6 @@ def test_generation_computes_what_was_trained(tmp_path):
         expected = saved.logits(tokens)
     checkpoint = open_checkpoint(saved.path)
     positions = torch.arange(tokens.size(1)).expand_as(tokens)
-    with loaded_model(checkpoint, inference_config(checkpoint)) as model, torch.no_grad():
-        found = model.eval()(tokens, positions, None)
+    with loaded_model(checkpoint, inference_config(checkpoint), read_launch({})) as loaded, torch.no_grad():
+        found = loaded.gpt_chunks[0].eval()(tokens, positions, None)
     torch.testing.assert_close(found[..., : expected.size(-1)], expected)

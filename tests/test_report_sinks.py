@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
 from gpt_pretrain.config.choices import Fp8ProofMode
 from gpt_pretrain.config.errors import UserError
@@ -84,6 +85,22 @@ def test_tensorboard_reads_what_was_measured_and_nothing_else(tmp_path):
     tags = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Tags()["scalars"]
     assert "train/mfu" not in tags
     assert "train/step" not in tags
+
+
+def test_tensorboard_shows_the_configuration_as_hyperparameters(tmp_path):
+    config = {"model": {"hidden_size": 64, "optim": {"lr": 1e-3, "betas": [0.9, 0.95]}, "fp8": False}, "name": "gpt"}
+    with MetricsSinks(tmp_path, logging_config(), "test", start_step=0, config=config):
+        pass
+    data = EventAccumulator(str(tmp_path / "tensorboard")).Reload().PluginTagToContent("hparams")
+    found = HParamsPluginData.FromString(data["_hparams_/session_start_info"]).session_start_info.hparams
+    values = {name: getattr(value, value.WhichOneof("kind")) for name, value in found.items()}
+    assert values == {
+        "model.hidden_size": 64,
+        "model.optim.lr": 1e-3,
+        "model.optim.betas": "[0.9,0.95]",
+        "model.fp8": False,
+        "name": "gpt",
+    }
 
 
 def test_tensorboard_shows_each_fp8_tensor(tmp_path):

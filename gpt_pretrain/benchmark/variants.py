@@ -32,6 +32,7 @@ _BARE = "bare"
 _OWN_VALUES = {
     "trainer.limit_val_batches": "0",
     "trainer.max_tokens": "null",
+    "evaluation.tasks": "[]",
     "trainer.max_time": "null",
     # Every step has as many samples as the last ones of the run.
     "model.rampup_batch_size": "null",

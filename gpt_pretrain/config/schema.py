@@ -35,6 +35,7 @@ __all__ = [
     "Config",
     "CoordinateCheckConfig",
     "DataConfig",
+    "EvaluationConfig",
     "GateConfig",
     "LoggingConfig",
     "ModelConfig",
@@ -48,7 +49,9 @@ __all__ = [
 
 _WITHOUT_VALIDATION = unread_with("trainer.limit_val_batches", 0)
 _WITHOUT_TOKENIZER = unread_with("model.tokenizer.library", TokenizerLibrary.none, because=": no text can be sampled")
+_WITHOUT_TEXT = unread_with("model.tokenizer.library", TokenizerLibrary.none, because=": tasks are texts")
 _WITHOUT_SAMPLE = unread_with("sample.max_new_tokens", 0)
+_WITHOUT_TASKS = unread_with("evaluation.tasks", [], instead="null, or evaluation.tasks=[hellaswag,…]")
 _WITHOUT_FP8 = unread_with("model.fp8", False)
 _WITHOUT_PROOF = unread_with("logging.fp8_proof", Fp8ProofMode.never, because=": nothing is proven")
 _WITH_GRAPHS = unread_with(
@@ -197,6 +200,23 @@ class SampleConfig:
 
 
 @dataclass(kw_only=True, slots=True)
+class EvaluationConfig:
+    """`evaluation`: tasks of lm-evaluation-harness that a run scores its model on; needs the extra `evaluate`."""
+
+    tasks: list[str] = key(before=[], idle=[[]], unread=[_WITHOUT_TEXT])
+    """Names of tasks, groups or tags whose tasks score given texts: [hellaswag,arc_easy]; []: no evaluations."""
+    interval: int | None = key(minimum=1, before=None, unread=[_WITHOUT_TASKS])
+    """Steps between evaluations; null: only at the end. The run's loss does not depend on them."""
+    limit: int | None = key(minimum=1, before=None, unread=[_WITHOUT_TASKS])
+    """The first documents of each task to score; null: all."""
+    num_fewshot: int | None = key(minimum=0, before=None, unread=[_WITHOUT_TASKS])
+    """Examples in each prompt, unless a task's own file says 0; null: what each task's file says."""
+    include_path: str | None = key(before=None, unread=[_WITHOUT_TASKS])
+    """Folder of task files of your own, beside the library's. They may hold code, so only the command line may name
+    it. null: none."""
+
+
+@dataclass(kw_only=True, slots=True)
 class Config:
     """The whole run."""
 
@@ -213,6 +233,7 @@ class Config:
     checkpoint: CheckpointConfig
     logging: LoggingConfig
     sample: SampleConfig
+    evaluation: EvaluationConfig
     plan: PlanConfig
     benchmark: BenchmarkConfig
     compare: CompareConfig

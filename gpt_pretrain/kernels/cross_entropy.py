@@ -51,6 +51,37 @@ def linear_cross_entropy(
     return losses
 
 
+def score_labels(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    group: torch.distributed.ProcessGroup,
+    *,
+    chunk: int,
+    num_tokens: int,
+) -> torch.Tensor:
+    """[tokens, 2], fp32: the cross entropy, and 1 where the label is not the likeliest token, else 0; no gradients.
+
+    The arguments are those of `linear_cross_entropy`. Columns from `num_tokens` on pad the vocabulary and do not count.
+    Among equal logits the first token is the likeliest.
+    """
+    first_column = group.rank() * weight.size(0)
+    columns = max(0, min(weight.size(0), num_tokens - first_column))
+    scores = torch.empty(hidden.size(0), 2, dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.size(0), chunk):
+        here = slice(start, start + chunk)
+        logits = hidden[here] @ weight.t()
+        # Not -inf: a rank may hold nothing but padding.
+        logits[:, columns:] = torch.finfo(logits.dtype).min
+        statistics = row_statistics(logits, labels[here] - first_column)
+        likeliest = (logits.argmax(dim=1) + first_column).float()
+        gathered = _of_all_ranks(torch.cat([statistics, likeliest[None]]), group)
+        best_rank = gathered[:, 0].argmax(dim=0, keepdim=True)
+        scores[here, 0], _ = merge_statistics(gathered[:, :3])
+        scores[here, 1] = (gathered[:, 3].gather(0, best_rank)[0] != labels[here]).float()
+    return scores
+
+
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917  # autograd passes everything by position

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy, score_labels
 from gpt_pretrain.run.products import chunk_tokens
 
 
@@ -60,6 +60,8 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
     z_loss_coeff: float = 0.0
     output_mult: float = 1.0
     """What logits are multiplied by (`features.mup`)."""
+    num_tokens: int
+    """Of the vocabulary, without its padding."""
 
     def forward(
         self,
@@ -70,28 +72,35 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
         labels: torch.Tensor | None = None,
         loss_gradient: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Losses in nats, fp32 [b, s], and no bias; without labels megatron-core's logits.
+        """Losses in nats, fp32 [b, s], and no bias; without labels megatron-core's logits, without gradient scores.
 
         `input_` is [s, b, h] (s / TP under sequence parallelism), `weight` [vocab / TP, h] a tied embedding's or None.
         `labels` are [b, s]; `loss_gradient`, fp32 [b, s], is the gradient of the step's loss by each token's loss.
+        Scores are those of `kernels.cross_entropy.score_labels`, [b, s, 2].
         """
         if self.output_mult != 1.0:
             # On this side of the head, gradients are scaled like logits whatever computes the loss.
             input_ = input_ * self.output_mult
-        if labels is None or loss_gradient is None:
+        if labels is None:
             return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
             hidden = copy_to_tensor_model_parallel_region(input_, group=self.tp_group)
         rows, weight = hidden.flatten(0, 1), self.weight if weight is None else weight
+        chunk = self.tokens_at_once or chunk_tokens(rows.size(0), weight.size(0))
+        if loss_gradient is None:
+            scores = score_labels(
+                rows, weight, labels.t().reshape(-1), self.tp_group, chunk=chunk, num_tokens=self.num_tokens
+            )
+            return scores.view(*labels.t().shape, 2).transpose(0, 1).contiguous(), None
         losses = linear_cross_entropy(
             rows,
             weight,
             labels.t().reshape(-1),
             loss_gradient.t().reshape(-1),
             self.tp_group,
-            chunk=self.tokens_at_once or chunk_tokens(rows.size(0), weight.size(0)),
+            chunk=chunk,
             accumulate=self.gradient_accumulation_fusion,
             z_loss=self.z_loss_coeff,
         )
@@ -111,3 +120,17 @@ def losses_from_head(
     losses: torch.Tensor
     losses, _bias = output_layer(hidden_states, output_weight, labels=labels, loss_gradient=context)
     return losses
+
+
+def scores_from_head(
+    *,
+    hidden_states: torch.Tensor,
+    output_layer: torch.nn.Module,
+    output_weight: torch.Tensor | None,
+    labels: torch.Tensor,
+    **_: Any,
+) -> torch.Tensor:
+    """megatron-core's `output_processor`: scores [b, s, 2] from a `LossHead`."""
+    scores: torch.Tensor
+    scores, _bias = output_layer(hidden_states, output_weight, labels=labels)
+    return scores

@@ -143,7 +143,7 @@ class Model:
     gpt_chunks: list[GPT]
     """This rank's model chunks."""
     chunks: list[DistributedDataParallel]
-    """The same chunks wrapped, for the schedules and the optimizer."""
+    """The same chunks wrapped, for the schedules and the optimizer; without gradients, as the schedules take them."""
     transformer_config: TransformerConfig
     output_processor: Callable[..., torch.Tensor] | None
     """Turns hidden states into losses: an extension's, or `loss.losses_from_head`. None: megatron-core does."""
@@ -217,16 +217,31 @@ def _wrap(
     ]
 
 
+def _in_precision(gpt_chunks: Sequence[GPT]) -> list[torch.nn.Module]:
+    """The chunks, which take and return fp32 whatever they compute in."""
+    return [Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk for chunk in gpt_chunks]
+
+
+def build_inference_model(spec: RunSpec) -> Model:
+    """Builds this rank's chunks for forward passes alone, without gradients; process groups must be open."""
+    gpt_chunks = build_gpt_chunks(spec)
+    return Model(
+        spec=spec,
+        gpt_chunks=gpt_chunks,
+        chunks=_in_precision(gpt_chunks),
+        transformer_config=gpt_chunks[0].config,
+        output_processor=None,
+        num_parameters=sums_over_parameters(gpt_chunks, torch.Tensor.numel)[0],
+    )
+
+
 def build_model(spec: RunSpec, local_layers: LocalLayers | None = None) -> Model:
     """Builds this rank's chunks (`build_gpt_chunks`), wrapped for data parallelism; process groups must be open."""
     gpt_chunks = build_gpt_chunks(spec, local_layers, put_off_weights=shards_weights(spec.model))
     transformer_config, kernels = gpt_chunks[0].config, spec.kernels
     for feature in used_features(spec):
         feature.build_into_model(gpt_chunks)
-    modules: list[torch.nn.Module] = list(gpt_chunks)
-    if transformer_config.bf16:
-        modules = [Float16Module(transformer_config, chunk) for chunk in gpt_chunks]
-    chunks = _wrap(spec, transformer_config, modules, gpt_chunks)
+    chunks = _wrap(spec, transformer_config, _in_precision(gpt_chunks), gpt_chunks)
     # The schedules look for these in the config, as megatron-core's training script sets them.
     transformer_config.finalize_model_grads_func = finalize_model_grads
     transformer_config.grad_scale_func = None

@@ -14,6 +14,7 @@ from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.report.records import (
     CheckpointRecord,
+    EvaluationRecord,
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Tensor,
@@ -128,6 +129,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "set_bits_per_byte": _by_name,
     },
     ValidationTasksRecord: {"numbers": _numbers, "time_s": ".2f"},
+    EvaluationRecord: {"numbers": _numbers, "standard_errors": _numbers, "time_s": ".2f"},
     SourcesRecord: {"sources": _epochs},
     CheckpointRecord: {"num_bytes": "d", "stall_s": ".3f", "time_s": ".2f"},
     Fp8CoverageRecord: {"gemm_flops_share": ".4f", "parameter_bytes_share": ".4f", "layers_kept_out": _by_kind},

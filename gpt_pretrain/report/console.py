@@ -18,6 +18,7 @@ from gpt_pretrain.config.errors import visible
 from gpt_pretrain.report.columns import log_line, log_pairs, place_of
 from gpt_pretrain.report.records import (
     CheckpointRecord,
+    EvaluationRecord,
     Fp8CoverageRecord,
     Fp8Record,
     LossSpikeRecord,
@@ -124,6 +125,10 @@ class RunConsole:
                 self._show_line(record)
                 for text in record.warnings:
                     self.warning(f"FP8 at step {record.step}: {text}")
+            case EvaluationRecord():
+                self._show_line(record)
+                for text in record.warnings:
+                    self.warning(text)
             case RankTimesRecord():
                 for message in record.warnings:
                     self.warning(message)

@@ -15,6 +15,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import named, open_to_append, read_regular
 from gpt_pretrain.report.records import (
     RECORD_KINDS,
+    EvaluationRecord,
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
@@ -87,6 +88,7 @@ class Metrics:
     train: list[TrainRecord] = field(default_factory=list)
     validation: list[ValidationRecord] = field(default_factory=list)
     validation_tasks: list[ValidationTasksRecord] = field(default_factory=list)
+    evaluations: list[EvaluationRecord] = field(default_factory=list)
     skipped_steps: list[SkippedStepRecord] = field(default_factory=list)
     rewinds: list[RewindRecord] = field(default_factory=list)
     """Without those that failed."""
@@ -114,6 +116,7 @@ _BY_STEP: Mapping[type[Record], str] = {
     TrainRecord: "train",
     ValidationRecord: "validation",
     ValidationTasksRecord: "validation_tasks",
+    EvaluationRecord: "evaluations",
     SkippedStepRecord: "skipped_steps",
     Fp8Record: "fp8",
     Fp8CoverageRecord: "fp8_proofs",

@@ -69,6 +69,9 @@ class TrainRecord(Record):
     """Training samples seen up to this step, including those passed over in rewinds."""
     consumed_tokens: int
     """Training tokens seen up to this step."""
+    consumed_flops: float | None = None
+    """Operations of the matrix products for these tokens, as tflops_per_gpu counts them; where documents do not see
+    each other, at their mean length since the last record. Null in files of earlier versions."""
     global_batch_size: int | None = None
     """Samples of this step, where the batch grows; null if all steps have `model.global_batch_size`."""
     loss: float
@@ -173,6 +176,21 @@ class ValidationTasksRecord(Record):
     """By task and name, such as "lab_copying/repeated"."""
     time_s: float
     """Seconds that they took."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EvaluationRecord(Record):
+    """One evaluation on the tasks of `evaluation.tasks`; RUN_DIR/evaluations has its whole report."""
+
+    kind: ClassVar[str] = "evaluation"
+    numbers: Mapping[str, float]
+    """By task and metric, such as "arc_easy/acc_norm"."""
+    standard_errors: Mapping[str, float]
+    """Of those numbers that have one."""
+    time_s: float
+    """Seconds it took."""
+    warnings: tuple[str, ...]
+    """What the user should know of the numbers, such as texts longer than the context."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -7,19 +7,21 @@ written about later steps; W&B's cannot.
 import os
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any, Self
 
-from gpt_pretrain.config.errors import UserError, how_to_install
+from gpt_pretrain.config.errors import UserError, how_to_install, written
 from gpt_pretrain.config.files import read_foreign_text, write_file
+from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.schema import Config, LoggingConfig
 from gpt_pretrain.extend.registry import Registered
 from gpt_pretrain.extend.training import Sink
 from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_path
 from gpt_pretrain.report.records import (
+    EvaluationRecord,
     Fp8Record,
     Record,
     RewindRecord,
@@ -42,6 +44,9 @@ def scalars(record: Record) -> dict[str, float]:
         return _fp8_scalars(record)
     if isinstance(record, ValidationTasksRecord):
         return {f"validation/{name}": value for name, value in record.numbers.items()}
+    if isinstance(record, EvaluationRecord):
+        errors = {f"{name}_stderr": value for name, value in record.standard_errors.items()}
+        return {f"evaluation/{name}": value for name, value in {**record.numbers, **errors}.items()}
     if isinstance(record, SourcesRecord):
         return {
             f"sources/{name}/{what}": value
@@ -75,14 +80,26 @@ def _fp8_scalars(record: Fp8Record) -> dict[str, float]:
 class TensorBoardSink:
     """TensorBoard events through tensorboard's own writer, which needs no torch.
 
-    It hides what was written about steps after `start_step`.
+    It hides what was written about steps after `start_step`. The configuration goes to its page of hyperparameters.
     """
 
-    def __init__(self, directory: Path, *, start_step: int) -> None:
+    def __init__(self, directory: Path, *, start_step: int, config: Mapping[str, object] | None = None) -> None:
         from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
         self._writer = EventFileWriter(str(directory))
         self._hide_from(start_step + 1 if start_step else 0)
+        if config is not None:
+            self._write_hyperparameters(config)
+
+    def _write_hyperparameters(self, config: Mapping[str, object]) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+
+        values = {
+            path: value if isinstance(value, bool | int | float | str) else written(value)
+            for path, value in flatten(config)
+        }
+        self._writer.add_event(Event(step=0, wall_time=time.time(), summary=hparams_pb(values)))
 
     def _hide_from(self, step: int) -> None:
         from tensorboard.compat.proto.event_pb2 import Event, SessionLog
@@ -199,7 +216,7 @@ class MetricsSinks:
             if logging.wandb:
                 self._sinks.append(opened.enter_context(closing(WandbSink(run_dir, logging, run_name, config))))
             if logging.tensorboard:
-                events = TensorBoardSink(run_dir / "tensorboard", start_step=start_step)
+                events = TensorBoardSink(run_dir / "tensorboard", start_step=start_step, config=config)
                 self._sinks.append(opened.enter_context(closing(events)))
             self._sinks.append(opened.enter_context(closing(MetricsFile(run_dir))))
             self.write(StartRecord(step=start_step, time_unix=time.time(), command=command, versions=versions))

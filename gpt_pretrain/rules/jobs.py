@@ -149,6 +149,12 @@ def _read_job(
         HydraConfig.instance().cfg = None
     if config is not None and not set(own.LOADED).issuperset(config.extensions):
         problems.append(_not_loaded(config.extensions, origins.get("extensions")))
+    if config is not None and config.evaluation.include_path is not None and "evaluation.include_path" not in given:
+        setting = f"evaluation.include_path={show(config.evaluation.include_path)}"
+        problems.append(
+            f"{setting} stands in a file, and only the command line names code to run, as files of tasks may hold; if "
+            f"you trust them, give {setting}"
+        )
     # A key that a file misspells is also in the composed configuration.
     named = {problem.partition(": ")[2] for problem in problems}
     return composed, config, [*problems, *(problem for problem in wrong if problem not in named)]

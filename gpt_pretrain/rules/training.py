@@ -14,6 +14,7 @@ from gpt_pretrain.config.mixtures import mixture_problems
 from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
 from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.rules.evaluation import task_problems
 from gpt_pretrain.rules.schedule import schedule_problems
 from gpt_pretrain.run.fp8 import Obstacle
 from gpt_pretrain.run.optimizers import names_with, optimizer_of
@@ -38,6 +39,7 @@ def training_problems(config: Config, launch: Launch | None) -> Iterator[str]:
     yield from _files(config)
     yield from _start(config)
     yield from _reports(config)
+    yield from task_problems(config.evaluation.tasks)
     if launch is not None:
         yield from _launched(config.trainer, launch)
 

@@ -15,7 +15,7 @@ import torch
 from gpt_pretrain.config.derived import shards_weights
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
-from gpt_pretrain.config.schema import TrainerConfig
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import Registered, registered
 from gpt_pretrain.extend.training import Callback, Run
 from gpt_pretrain.report.records import EndReason, Record
@@ -34,20 +34,20 @@ class _NotLoggedError(KeyError):
 class _Metrics(dict[str, float]):
     """The newest logged numbers; says when those come that are not known."""
 
-    def __init__(self, trainer: TrainerConfig) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.step = 0
+        self.step, trainer = 0, config.trainer
         self._intervals = {
-            "train": ("numbers are logged", "log_every_n_steps", trainer.log_every_n_steps),
-            "validation": ("the run validates", "val_check_interval", trainer.val_check_interval),
+            "train": ("numbers are logged", "trainer.log_every_n_steps", trainer.log_every_n_steps),
+            "validation": ("the run validates", "trainer.val_check_interval", trainer.val_check_interval),
+            "evaluation": ("the run evaluates", "evaluation.interval", config.evaluation.interval),
         }
 
     def __missing__(self, name: str) -> float:
         what, key, every = self._intervals.get(name.partition("/")[0], self._intervals["train"])
         nearest = did_you_mean(nearest_name(name, list(self)))
         raise _NotLoggedError(
-            f"run.metrics[{name!r}] is not known at step {self.step}: {what} every {every} steps (trainer.{key})"
-            f"{nearest}"
+            f"run.metrics[{name!r}] is not known at step {self.step}: {what} every {every} steps ({key}){nearest}"
         )
 
 
@@ -81,7 +81,7 @@ class Callbacks:
         for each in registered("callback"):
             with each.named("__init__"):
                 self._callbacks.append((each, each.value()))
-        self._metrics = _Metrics(setup.config.trainer)
+        self._metrics = _Metrics(setup.config)
         self._metrics.step = setup.progress.step
         self._run = Run(
             config=setup.config,

@@ -5,29 +5,22 @@ where causal attention does not look. That is slow for long texts, but simple.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from megatron.core import parallel_state
 from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
-from megatron.core.transformer.module import Float16Module
 
-from gpt_pretrain.checkpoint.saved_model import SavedModel, open_checkpoint
-from gpt_pretrain.checkpoint.state import METADATA, describe_weights, take_extra_states
-from gpt_pretrain.config import own
+from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.corpus import Corpus
 from gpt_pretrain.data.tokenizer import Tokenizer
-from gpt_pretrain.features.registry import all_features
-from gpt_pretrain.features.resolve import build_run_spec, detect_platform
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.megatron.model import Model, build_gpt_chunks
-from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, without_user_buffers
-from gpt_pretrain.megatron.pickles import restricted
-from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.parallel import context_parallel_slices, without_user_buffers
 from gpt_pretrain.training.inference import buffer_length, forward_pass
+from gpt_pretrain.training.loaded_model import inference_config, loaded_model
 
 # What the last stage sends instead of a token.
 _NOTHING = -1
@@ -183,10 +176,10 @@ def continuations(
         raise UserError(f"{saved.path} is of a model without a tokenizer: it has token ids and no text")
     tokens = _encode_prompt(saved_tokenizer, prompt, config.model, key="prompt", way_out="give another")
     saved.check_files()
-    with loaded_model(saved, config) as model:
+    with loaded_model(saved, config, read_launch({})) as model:
         for number in range(num_samples):
             generated = generate_tokens(
-                [model],
+                model.chunks,
                 config.model,
                 tokens,
                 vocab_size=saved_tokenizer.vocab_size,
@@ -197,42 +190,3 @@ def continuations(
                 seed=seed + number,
             )
             yield saved_tokenizer.decode(generated)
-
-
-def inference_config(saved: SavedModel) -> Config:
-    """The default configuration with the saved model and own keys, in one process: no layout, no FP8, its precision."""
-    model = saved.config.model
-    # Transformer Engine's layers multiply fp32 in TF32. The rest runs on whatever this machine has.
-    is_fp32 = saved.manifest.architecture.get("parameters") == "float32"
-    precision, transformer_engine = ("fp32", "false") if is_fp32 else ("bf16", "null")
-    config = load_config(
-        [
-            *("model=base", "parallelism=single", "fp8=none"),
-            *(f"{key}={value}" for key, value in describe_weights(model).items()),
-            f"model.make_vocab_size_divisible_by={model.make_vocab_size_divisible_by}",
-            f"model.encoder_seq_length={model.encoder_seq_length}",
-            f"trainer.precision={precision}",
-            f"model.transformer_engine={transformer_engine}",
-            *(f"model.{feature.key}=false" for feature in all_features() if feature.compiles_first),
-            # Graphs have the shape of a microbatch.
-            "model.cuda_graph_impl=none",
-        ]
-    )
-    for group in own.SECTIONS:
-        setattr(config, group, getattr(saved.config, group))
-    return config
-
-
-@contextmanager
-def loaded_model(saved: SavedModel, config: Config) -> Iterator[torch.nn.Module]:
-    """The model with the checkpoint's weights, in process groups of one process."""
-    platform, launch = detect_platform(), read_launch({})
-    with process_groups(config.model, launch, platform):
-        (chunk,) = build_gpt_chunks(build_run_spec(config, launch, platform))
-        wanted = chunk.sharded_state_dict(metadata=dict(METADATA))
-        # The saved layers may have FP8 scales; these layers, without FP8, have none.
-        extra_states = take_extra_states(wanted)
-        with restricted(saved.path):
-            state = dist_checkpointing.load({"model": wanted}, str(saved.path))["model"]
-            chunk.load_state_dict(state | dict.fromkeys(extra_states))
-        yield Float16Module(chunk.config, chunk) if chunk.config.bf16 else chunk

@@ -82,12 +82,15 @@ class Meter:
         tokens_per_s, attended = num_tokens / time_s, None
         if self._squared_lengths is not None:
             attended = attended_length(self._squared_lengths.item(), num_tokens)
-        tflops = tokens_per_s * flops_per_token(model, attended) / self._num_gpus / 1e12
+        flops = flops_per_token(model, attended)
+        consumed_tokens = progress.consumed_tokens(model.encoder_seq_length)
+        tflops = tokens_per_s * flops / self._num_gpus / 1e12
         self.restart()
         return TrainRecord(
             step=progress.step,
             consumed_samples=progress.consumed_samples,
-            consumed_tokens=progress.consumed_tokens(model.encoder_seq_length),
+            consumed_tokens=consumed_tokens,
+            consumed_flops=consumed_tokens * flops,
             global_batch_size=global_batch_size,
             loss=loss,
             lr=lr,

@@ -11,7 +11,7 @@ from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.state import keeps_fp8_state
 from gpt_pretrain.config import own
 from gpt_pretrain.config.choices import OnSaveError
-from gpt_pretrain.config.errors import UserError, format_bytes, one_of, show
+from gpt_pretrain.config.errors import UserError, format_bytes, list_argument, one_of, show
 from gpt_pretrain.config.schedule import NOTHING, last_step, num_train_samples
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import Corpus
@@ -27,6 +27,7 @@ from gpt_pretrain.plan.forecast import forecast_checkpoint
 from gpt_pretrain.plan.stages import count_parameters
 from gpt_pretrain.rules.no_effect import READ_BY_SAVES
 from gpt_pretrain.run.run_spec import RunSpec
+from gpt_pretrain.training.evaluation import Evaluation
 
 # Keys of `checkpoint.` with which a run saves nothing.
 _NO_SAVES = {"save_at_end": False, "save_interval_minutes": None, "save_interval": None, **READ_BY_SAVES}
@@ -49,6 +50,7 @@ class Setup:
     """Digests of the FP8 state that was restored, by layer; None without (`fp8.delayed.state_digests`)."""
     train_data: SampleDataset
     valid_data: SampleDataset | None
+    evaluation: Evaluation | None
 
     @property
     def config(self) -> Config:
@@ -75,6 +77,7 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         notes += _extension_notes(start)
     _check_fp8_state(start, spec)
     on_rank_zero(lambda: _check_disk(start, spec, run_dir / "checkpoints"))
+    evaluation = _load_evaluation(config, corpus)
     model = build_model(spec, fp8_layers(spec))
     optimizer = build_optimizer(model)
     trainable = Trainable(model=model, optimizer=optimizer, scheduler=build_scheduler(config, optimizer))
@@ -103,7 +106,20 @@ def set_up(spec: RunSpec, corpus: Corpus, run_dir: Path) -> Setup:
         fp8_digests=restored.fp8_digests,
         train_data=train_data,
         valid_data=valid_data,
+        evaluation=evaluation,
     )
+
+
+def _load_evaluation(config: Config, corpus: Corpus) -> Evaluation | None:
+    """The tasks of `evaluation.tasks`, if any; every rank calls it."""
+    if not config.evaluation.tasks:
+        return None
+    if corpus.tokenizer is None:
+        raise UserError(
+            f"{list_argument('evaluation.tasks', config.evaluation.tasks)} score texts, and nobody knows the tokenizer "
+            "of the run's data; name it with model.tokenizer.library=file, or use evaluation.tasks=[]"
+        )
+    return Evaluation(config.evaluation, corpus.tokenizer)
 
 
 def _extension_notes(start: Start) -> list[str]:

@@ -135,6 +135,8 @@ class Trainer:
                 self._log_fp8()
                 if reason == "max_steps" and not self._is_due(self.config.trainer.val_check_interval):
                     self.validate()
+                if reason == "max_steps" and not self._is_due(self.config.evaluation.interval):
+                    self.evaluate()
                 if self.config.checkpoint.save_at_end and self._saved_step != self.progress.step:
                     self.save()
             except GivesUpError as error:
@@ -169,6 +171,8 @@ class Trainer:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
                 self.validate()
+            if self._is_due(self.config.evaluation.interval):
+                self.evaluate()
             by_steps = self._is_due(self.config.checkpoint.save_interval)
             if by_steps or stop.save_is_due:
                 self.save(by_clock=not by_steps)
@@ -232,6 +236,15 @@ class Trainer:
             loss = self._validation.run(self.progress.step, self._callbacks.run_at(self.progress.step))
             self.progress = replace(self.progress, validation_loss=loss if math.isfinite(loss) else None)
             self._callbacks.validation(self.progress.step)
+
+    def evaluate(self) -> None:
+        """Logs the scores of the tasks of `evaluation.tasks`, if there are any."""
+        if self._setup.evaluation is None:
+            return
+        self._log_fp8()
+        model, log = self._trainable.model, self._log
+        with self._meter.paused(), model.newest_parameters():
+            self._setup.evaluation.log(model, self.progress.step, self._setup.run_dir, watchdog=self._watchdog, log=log)
 
     def save(self, *, by_clock: bool = False) -> None:
         """Begins a checkpoint of this step. Logs earlier steps' statistics first, as a resumed run will not.

@@ -1,0 +1,1 @@
+"""Scores on the tasks of lm-evaluation-harness, by whatever scores continuations of token ids."""
