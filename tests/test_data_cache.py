@@ -13,7 +13,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, hold_lock
 from gpt_pretrain.data.sources import FileSource
-from gpt_pretrain.data.tokenizer import load_tokenizer, tokenize_source
+from gpt_pretrain.data.tokenizer import load_tokenizer
+from gpt_pretrain.data.tokenizing import tokenize_source
 from tests.forked_runs import fork_ranks
 
 PROGRAM = "tests/programs/prepare_text.py"
@@ -108,8 +109,8 @@ def test_a_corpus_of_empty_documents_is_refused_and_leaves_nothing(tmp_path, tex
 class ChangingSource(FileSource):
     """A file of which grows while it is read."""
 
-    def pieces(self):
-        yield from super().pieces()
+    def read_file(self, path):
+        yield from super().read_file(path)
         with self.files[0].open("a") as file:
             file.write("more")
 

@@ -29,7 +29,8 @@ from gpt_pretrain.data.token_files import (
     content_fingerprint,
     split_matrix,
 )
-from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source, train_once
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer
+from gpt_pretrain.data.tokenizing import tokenize_source, train_once
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.launch.signals import ended_while_waiting
 

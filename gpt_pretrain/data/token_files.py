@@ -122,6 +122,16 @@ def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
     return TokenFile(prefix=prefix, dtype=dtype, lengths=lengths, num_boundaries=num_boundaries, num_tokens=num_tokens)
 
 
+def write_index(path: Path, dtype: type[numpy.number], lengths: numpy.ndarray) -> None:
+    """Writes the `.idx` of documents of these lengths [n], each one sequence, whose tokens follow one another."""
+    ends = numpy.cumsum(lengths, dtype="<i8") * numpy.dtype(dtype).itemsize
+    with path.open("xb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, DType.code_from_dtype(dtype), lengths.size, lengths.size + 1))
+        lengths.astype("<i4").tofile(file)
+        numpy.concatenate([ends[:1] * 0, ends[:-1]]).tofile(file)
+        numpy.arange(lengths.size + 1, dtype="<i8").tofile(file)
+
+
 def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progress: Progress) -> None:
     """Refuses token ids outside the model's vocabulary, and an index whose offsets point elsewhere.
 

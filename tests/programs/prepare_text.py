@@ -14,14 +14,14 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress
 from gpt_pretrain.data.sources import FileSource
-from gpt_pretrain.data.tokenizer import tokenize_source
+from gpt_pretrain.data.tokenizing import tokenize_source
 
 
 class SlowSource(FileSource):
     slowness_s = 0.0
 
-    def pieces(self):
-        for piece in super().pieces():
+    def read_file(self, path):
+        for piece in super().read_file(path):
             time.sleep(self.slowness_s)
             yield piece
 
