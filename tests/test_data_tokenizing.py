@@ -64,8 +64,8 @@ TOKENIZERS = {
 }
 
 
-def tokenize(pattern, cache, model, source=FileSource):
-    config = TokenizerConfig(library=TokenizerLibrary.file, model=str(model), vocab_size=1)
+def tokenize(pattern, cache, model, source=FileSource, eod_token=None):
+    config = TokenizerConfig(library=TokenizerLibrary.file, model=str(model), vocab_size=1, eod_token=eod_token)
     with Progress(show=True) as progress:
         return tokenize_source(source([str(pattern)], "text"), config, cache, progress, name="text")[0]
 
@@ -95,6 +95,17 @@ def test_a_document_of_any_length_has_the_tokens_of_the_whole(kind, tmp_path, mo
     for name, of_file in (("x.jsonl", texts), ("x.txt", texts[:1])):
         prefix = tokenize(tmp_path / name, tmp_path / "cache", tmp_path / "tokenizer.json")
         assert tokens_of(prefix) == library_tokens(tmp_path / "tokenizer.json", of_file)
+
+
+def test_documents_end_with_the_token_that_the_key_names(tmp_path):
+    backend = trained(None, pre_tokenizers.ByteLevel(add_prefix_space=False))
+    backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "x.txt").write_text(SOURCE)
+    ends = []
+    for token in (None, "<unk>"):
+        prefix = tokenize(tmp_path / "x.txt", tmp_path / "cache", tmp_path / "tokenizer.json", eod_token=token)
+        ends.append(tokens_of(prefix)[0][-1])
+    assert ends == [backend.token_to_id("</s>"), backend.token_to_id("<unk>")]
 
 
 def test_text_without_a_space_comes_in_bounded_pieces_and_loses_nothing(tmp_path, monkeypatch):

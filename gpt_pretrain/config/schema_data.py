@@ -66,6 +66,12 @@ class TokenizerConfig:
     """library=file: path of a Hugging Face `tokenizer.json`."""
     vocab_size: int = key(largest=2**31 - 1, identity="tokenizer", unread=[read_with(_TOKENIZER, TokenizerLibrary.bpe)])
     """library=bpe: number of tokens to train, including the end-of-document token."""
+    eod_token: str | None = key(
+        before=None,
+        identity="tokenizer",
+        unread=[unread_with(_TOKENIZER, TokenizerLibrary.none, TokenizerLibrary.bpe, instead="{key}=null")],
+    )
+    """Token that ends each document, e.g. "<eos>"; null: the known one that the tokenizer marks as special."""
 
 
 @dataclass(kw_only=True, slots=True)

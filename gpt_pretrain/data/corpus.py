@@ -203,7 +203,7 @@ def _token_files(
     data, settings = config.model.data, config.model.tokenizer
     given = own_tokenizer(config)
     if data.data_impl is DataImpl.mmap:
-        return paths, given if settings.model is None else load_tokenizer(settings.model)
+        return paths, given if settings.model is None else load_tokenizer(settings.model, eod_token=settings.eod_token)
     registered = registered_choice("data_source", data.data_impl)
 
     def open_text(patterns: Sequence[str]) -> TextSource:

@@ -24,26 +24,58 @@ TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
 EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>")
-
+_KEY, _EOD_KEY = "model.tokenizer.model", "model.tokenizer.eod_token"
+# What a file that is no tokenizer.json may be, by its beginning, and the command that makes one of it.
+_CONVERT = (
+    (
+        re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"),
+        "tiktoken",
+        'pip install transformers tiktoken; python -c "from transformers.convert_slow_tokenizer import '
+        "TikTokenConverter as C; C('{path}', extra_special_tokens=['<|endoftext|>']).converted()"
+        ".save('tokenizer.json')\" (such a file has neither its special tokens nor its pattern of words: name the "
+        "tokens in the order of their ids, and give pattern=… unless it is that of Llama 3)",
+    ),
+    (
+        re.compile(rb"\n.[\n\x08]", re.DOTALL),
+        "SentencePiece",
+        'pip install transformers sentencepiece protobuf; python -c "from transformers import AutoTokenizer as A; '
+        "A.from_pretrained('{path.parent}').save_pretrained('{path.parent}')\", of a file named tokenizer.model",
+    ),
+)
+_BEGINNING_BYTES = 1024
+_MOST_NAMED = 20
 _LONGEST_WORD = 1024
 # Each is tried once, at its first character: time must not grow with the square of the length here either.
 _LONG_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD + 1},}}|(?<!\s)\s{{{_LONGEST_WORD + 1},}}")
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that has one of the known end-of-document tokens, or a UserError."""
+    """A `tokenizers.Tokenizer` with its end-of-document token: `eod_token`, or the known one that is special in it.
 
-    def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
+    Raises:
+        UserError: There is no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, origin: str, eod_token: str | None = None) -> None:
         # Both serve inference and would corrupt the documents of a corpus.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         ids = backend.get_vocab(with_added_tokens=True)
-        eod = next((token for token in EOD_CANDIDATES if token in ids), None)
-        if eod is None:
+        special = [each.content for each in backend.get_added_tokens_decoder().values() if each.special]
+        if eod_token is not None and eod_token not in ids:
             raise UserError(
-                f"{origin}: no end-of-document token; one of {', '.join(EOD_CANDIDATES)} must be in the vocabulary: "
-                "add one to the file's added_tokens"
+                f"{_EOD_KEY}={eod_token} is not in the vocabulary of {origin}; its special tokens are "
+                f"{', '.join(special[:_MOST_NAMED]) or 'none'}"
+            )
+        # An ordinary one may be a word of the text, as HTML's </s> is to Gemma.
+        eod = eod_token or next((token for token in EOD_CANDIDATES if token in special), None)
+        if eod is None:
+            ordinary = [token for token in EOD_CANDIDATES if token in ids]
+            also = f" ({', '.join(ordinary)} is an ordinary token)" if ordinary else ""
+            raise UserError(
+                f"{origin}: no end-of-document token; none of {', '.join(EOD_CANDIDATES)} is marked as special{also}; "
+                f"name one with {_EOD_KEY}, or mark it in the file's added_tokens"
             )
         self.eod_token = eod
         self.eod: int = ids[eod]
@@ -114,7 +146,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return Tokenizer(backend, "the BPE trained on the corpus")
 
 
-def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
+def load_tokenizer(path: str | Path, key: str = _KEY, *, eod_token: str | None = None) -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`, or raises a UserError that names the `key` of its path."""
     path = expand_user(path, key)
     if path.is_dir():
@@ -122,12 +154,25 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     try:
         content = read_foreign_text(path)
     except (OSError, ForeignFileError) as error:
-        raise UserError(f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
+        way_out = _how_to_convert(path) or "it must be a Hugging Face tokenizer.json"
+        raise UserError(f"{key}={path} cannot be read ({error}); {way_out}") from error
     try:
         backend = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # `tokenizers` raises plain Exception for any malformed file
-        raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {error}") from error
-    return Tokenizer(backend, f"{key}={path}")
+        known = _how_to_convert(path)
+        reason = f": {error}" if known is None else f"; {known}"
+        raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json{reason}") from error
+    return Tokenizer(backend, f"{key}={path}", eod_token)
+
+
+def _how_to_convert(path: Path) -> str | None:
+    """What a file of another kind is and how it becomes a `tokenizer.json`; None for an unknown kind."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+    known = ((kind, command) for pattern, kind, command in _CONVERT if pattern.match(beginning))
+    return next((f"it is a file of {kind}; convert it: {command.format(path=path)}" for kind, command in known), None)
 
 
 def own_tokenizer(config: Config) -> Tokenizer | None:
@@ -139,4 +184,4 @@ def own_tokenizer(config: Config) -> Tokenizer | None:
         backend = registered.value(config)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise UserError(f"it returned {type(backend).__name__}, which is no tokenizers.Tokenizer")
-        return Tokenizer(backend, "its vocabulary")
+        return Tokenizer(backend, "its vocabulary", config.model.tokenizer.eod_token)

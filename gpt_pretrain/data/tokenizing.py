@@ -10,6 +10,7 @@ something to the start of a text adds it to the document alone.
 
 import json
 import os
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -56,9 +57,9 @@ def tokenize_source(
     recipe: list[Any] = ["bpe", config.vocab_size]
     if config.library is TokenizerLibrary.file:
         assert config.model is not None, "the rules refuse library=file without a path"
-        given = load_tokenizer(config.model)
+        given = load_tokenizer(config.model, eod_token=config.eod_token)
     if given is not None:
-        recipe = ["file", given.fingerprint]
+        recipe = ["file", given.fingerprint, given.eod]
     identity = source.identity()
     entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
     if not entry.is_dir():
@@ -70,7 +71,7 @@ def tokenize_source(
                 with new_entry(entry, goes_on=True) as folder:
                     summary = _fill(folder, source, identity, tokenizer, progress)
                 progress.note(f"{summary}: {entry}")
-    return entry / "corpus", load_tokenizer(entry / TOKENIZER_FILE)
+    return entry / "corpus", load_tokenizer(entry / TOKENIZER_FILE, eod_token=config.eod_token)
 
 
 def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Tokenizer, progress: Progress) -> str:
@@ -80,6 +81,7 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
         written = writer.written
         if written.num_source_bytes:
             progress.note(f"{written.num_source_bytes:,} bytes are tokenized already; going on with them")
+        at_first, began_at = written.num_source_bytes, time.monotonic()
         progress.start("tokenizing", source.num_bytes, done=written.num_source_bytes, is_bytes=True)
         for batch, encoded in encoders.encode_all(_batches(_parts(source, tokenizer, written))):
             writer.write(batch, encoded)
@@ -91,6 +93,8 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
                 f"the files of the corpus changed while they were tokenized ({_name_files(source)}); start again when "
                 "they are complete"
             )
+        duration_s = max(time.monotonic() - began_at, 1e-6)
+        speed = f"{duration_s:.1f} s at {(source.num_bytes - at_first) / duration_s / 1e6:.1f} MB/s"
         progress.finish()
         writer.finish()
     tokenizer.save(folder / TOKENIZER_FILE)
@@ -107,7 +111,7 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
     skipped = f", {written.num_empty:,} empty ones left out" if written.num_empty else ""
     counts = f"{written.num_tokens:,} tokens of {written.num_documents:,} documents{skipped}"
-    return f"tokenized {source.num_bytes:,} bytes into {counts}"
+    return f"tokenized {source.num_bytes:,} bytes into {counts} in {speed}"
 
 
 def train_once(source: TextSource, vocab_size: int, cache: Path, progress: Progress) -> Tokenizer:

@@ -31,7 +31,7 @@ def main(cache, pattern, slowness_s="0", max_file_bytes=None):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(max_file_bytes), int(max_file_bytes)))
     source = SlowSource([pattern], "text")
     source.slowness_s = float(slowness_s)
-    tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
+    tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300, eod_token=None)
     try:
         with Progress(show=True) as progress:
             prefix, _ = tokenize_source(source, tokenizer, Path(cache), progress, name="text")
