@@ -230,7 +230,7 @@ def test_an_index_of_tokens_is_read_or_refused(data):
 
 @fuzz(
     content=st.binary(max_size=60) | JSON.map(lambda value: json.dumps({"text": value}).encode()),
-    suffix=st.sampled_from([".txt", ".jsonl", ".parquet", ".arrow"]),
+    suffix=st.sampled_from([".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst", ".txt.bz2"]),
 )
 def test_a_text_file_is_read_or_refused(content, suffix):
     with tempfile.TemporaryDirectory() as folder:

@@ -27,6 +27,7 @@ from gpt_pretrain.data.token_files import (
     check_token_ids,
     check_whole,
     content_fingerprint,
+    sentences_warning,
     split_matrix,
 )
 from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer
@@ -154,6 +155,8 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         }
         for file in chain(*files.values(), *own_files.values()):
             check_token_ids(file, model.vocab_size, cache, progress)
+            if warning := sentences_warning(file):
+                progress.note(warning)
     training, validation = _sources(config, files, own_files)
     if not (stages := tuple(read_stages(data))):
         stages = (Stage(None, named.weights or by_size(training, data.temperature or 1.0)),)
