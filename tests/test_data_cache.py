@@ -13,11 +13,12 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress, hold_lock
 from gpt_pretrain.data.sources.text import FileSource
-from gpt_pretrain.data.tokenizer import load_tokenizer, tokenize_source
+from gpt_pretrain.data.tokenizer import load_tokenizer
+from gpt_pretrain.data.tokenizing import tokenize_source
 from tests.forked_runs import fork_ranks
 
 PROGRAM = "tests/programs/prepare_text.py"
-BPE = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
+BPE = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300, eod_token=None)
 
 
 @pytest.fixture
@@ -80,8 +81,10 @@ def test_a_second_call_finds_the_entry_and_does_not_write(tmp_path, texts):
 def test_other_text_or_another_tokenizer_is_another_entry(tmp_path, texts):
     cache = tmp_path / "cache"
     first, _ = tokenize(texts, cache)
-    other_bpe = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=290)
-    from_file = TokenizerConfig(library=TokenizerLibrary.file, model=str(first.parent / "tokenizer.json"), vocab_size=1)
+    other_bpe = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=290, eod_token=None)
+    from_file = TokenizerConfig(
+        library=TokenizerLibrary.file, model=str(first.parent / "tokenizer.json"), vocab_size=1, eod_token=None
+    )
     prefixes = {first, tokenize(texts, cache, other_bpe)[0], tokenize(texts, cache, from_file)[0]}
     (texts / "3.txt").write_text("changed")
     prefixes.add(tokenize(texts, cache)[0])
@@ -91,7 +94,7 @@ def test_other_text_or_another_tokenizer_is_another_entry(tmp_path, texts):
 def test_a_file_tokenizer_makes_the_same_tokens_as_the_bpe_it_was_saved_from(tmp_path, texts):
     first, _ = tokenize(texts, tmp_path / "cache")
     path = first.parent / "tokenizer.json"
-    config = TokenizerConfig(library=TokenizerLibrary.file, model=str(path), vocab_size=1)
+    config = TokenizerConfig(library=TokenizerLibrary.file, model=str(path), vocab_size=1, eod_token=None)
     second, tokenizer = tokenize(texts, tmp_path / "cache", config)
     assert tokenizer.fingerprint == load_tokenizer(path).fingerprint
     assert second.with_suffix(".bin").read_bytes() == first.with_suffix(".bin").read_bytes()
@@ -108,8 +111,8 @@ def test_a_corpus_of_empty_documents_is_refused_and_leaves_nothing(tmp_path, tex
 class ChangingSource(FileSource):
     """A file of which grows while it is read."""
 
-    def pieces(self):
-        yield from super().pieces()
+    def read_file(self, path):
+        yield from super().read_file(path)
         with self.files[0].open("a") as file:
             file.write("more")
 

@@ -1,6 +1,8 @@
 from pkgutil import iter_modules
 
+import numpy
 import pytest
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from gpt_pretrain.config.choices import DataImpl
 from gpt_pretrain.config.errors import UserError
@@ -67,6 +69,20 @@ def test_files_without_weights_count_by_their_tokens(tmp_path):
     config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{small},{large}]")
     training = prepare_corpus(config, show_progress=False).training
     assert training.file_weights(training.stages[0]) == pytest.approx([0.25, 0.75])
+
+
+@pytest.mark.parametrize(("per_document", "warns"), [(2, True), (1, False)])
+def test_an_index_of_sentences_is_told(per_document, warns, tmp_path, capsys):
+    """As Megatron-LM's preprocess_data.py --split-sentences writes it: several sequences a document."""
+    builder = IndexedDatasetBuilder(str(tmp_path / "web.bin"), dtype=numpy.int32)
+    for document in DOCUMENTS:
+        sentences = numpy.split(numpy.array(document), per_document)
+        builder.add_document(numpy.concatenate(sentences), [len(sentence) for sentence in sentences])
+    builder.finalize(str(tmp_path / "web.idx"))
+    config = data_config(tmp_path / "cache", "data=mmap", f"model.data.data_prefix=[{tmp_path}/web]")
+    prepare_corpus(config, show_progress=True)
+    told = f"warning: {tmp_path}/web has 20 documents that were split into 40 sentences"
+    assert (told in capsys.readouterr().err) is warns
 
 
 def test_text_brings_its_tokenizer(tmp_path):

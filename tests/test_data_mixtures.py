@@ -71,6 +71,7 @@ def sources_of(tokens):
         (["web/**/data-*.arrow", "x/v1.5"], ["web", "v1.5"]),
         (["web/*.jsonl", "web/*.parquet"], ["web/*.jsonl", "web/*.parquet"]),
         (["*.jsonl"], ["*"]),
+        (["web.jsonl.zst", "notes.txt.gz", "odd.gz"], ["web", "notes", "odd.gz"]),
     ],
 )
 def test_a_source_has_the_name_of_its_files(paths, names):

@@ -1,5 +1,8 @@
+import bz2
 import codecs
+import gzip
 import json
+import random
 import re
 import struct
 
@@ -13,9 +16,13 @@ from gpt_pretrain.data.sources.stdlib import StdlibSource
 from gpt_pretrain.data.sources.text import FileSource
 
 
+def pieces(source):
+    return (piece for path in source.files for piece in source.read_file(path))
+
+
 def documents(source):
     text, result = "", []
-    for piece in source.pieces():
+    for piece in pieces(source):
         text += piece.text
         if piece.ends_document:
             result.append(text)
@@ -61,7 +68,7 @@ def test_arrow_rows_are_documents_and_nulls_are_empty(new_stream, kind, tmp_path
     write_arrow(tmp_path / "x.arrow", new_stream, 3, **columns)
     source = FileSource([f"{tmp_path}/*.arrow"], "text")
     assert documents(source) == [text or "" for text in texts]
-    assert 1000 < sum(piece.num_source_bytes for piece in source.pieces()) <= source.num_bytes
+    assert 1000 < sum(piece.num_source_bytes for piece in pieces(source)) <= source.num_bytes
 
 
 def test_the_data_of_a_saved_hugging_face_folder_are_named(tmp_path):
@@ -79,7 +86,105 @@ def test_the_data_of_a_saved_hugging_face_folder_are_named(tmp_path):
     assert documents(FileSource([pattern], "text")) == ["test 0", "test 1", "train 0", "train 1"]
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow"])
+def save_data_set(folder, texts):
+    """What `datasets.Dataset.save_to_disk` writes, with the files in the order of state.json."""
+    folder.mkdir(parents=True)
+    names = [f"data-{number:05}-of-{len(texts):05}.arrow" for number in range(len(texts))]
+    for name, text in zip(names, texts, strict=True):
+        write_arrow(folder / name, pyarrow.ipc.new_stream, 1, text=[text])
+    write_arrow(folder / "cache-1f.arrow", pyarrow.ipc.new_stream, 1, text=["of a cache"])
+    state = {"_data_files": [{"filename": name} for name in reversed(names)], "_split": "train"}
+    (folder / "state.json").write_text(json.dumps(state))
+
+
+def test_a_saved_data_set_is_its_folder_and_one_of_splits_names_them(tmp_path):
+    save_data_set(tmp_path / "web" / "train", ["one", "two"])
+    save_data_set(tmp_path / "web" / "test", ["three"])
+    assert documents(FileSource([f"{tmp_path}/web/train"], "text")) == ["two", "one"]
+    (tmp_path / "web" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(UserError, match=r"web is a directory; .* test, train: .*web/NAME$"):
+        FileSource([f"{tmp_path}/web"], "text")
+    (tmp_path / "web" / "train" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(UserError, match=r"state\.json names data-00001-of-00002\.arrow"):
+        FileSource([f"{tmp_path}/web/train"], "text")
+
+
+def zstd(content):
+    with pyarrow.BufferOutputStream() as out:
+        with pyarrow.CompressedOutputStream(out, "zstd") as stream:
+            stream.write(content)
+        return out.getvalue().to_pybytes()
+
+
+COMPRESS = {".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zstd}
+
+
+@pytest.mark.parametrize("codec", COMPRESS)
+def test_compressed_files_are_read_as_what_they_hold(codec, tmp_path):
+    texts = [f"document {number}: " + random.Random(number).randbytes(9000).hex() for number in range(30)]
+    lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    # Two parts one after the other, as `cat a.gz b.gz` and parallel compressors make them.
+    (tmp_path / f"x.jsonl{codec}").write_bytes(COMPRESS[codec](lines[:70_000]) + COMPRESS[codec](lines[70_000:]))
+    (tmp_path / f"x.txt{codec}").write_bytes(COMPRESS[codec](codecs.BOM_UTF8 + "né".encode()))
+    rows = FileSource([f"{tmp_path}/*.jsonl*"], "text")
+    assert documents(rows) == texts
+    assert rows.num_bytes < len(lines)
+    assert sum(piece.num_source_bytes for piece in pieces(rows)) == rows.num_bytes
+    assert documents(FileSource([f"{tmp_path}/*.txt*"], "text")) == ["né"]
+    # One that was not copied to its end.
+    whole = (tmp_path / f"x.jsonl{codec}").read_bytes()
+    (tmp_path / f"x.jsonl{codec}").write_bytes(whole[: len(whole) * 2 // 3])
+    with pytest.raises(UserError, match=rf"x\.jsonl{codec} cannot be read: "):
+        documents(rows)
+
+
+def write_rows(folder, suffix, rows):
+    """Rows {"meta": {"text": …}, "meta.title": …} as a file of a format."""
+    path = folder / f"x{suffix}"
+    if suffix == ".jsonl":
+        path.write_bytes(codecs.BOM_UTF8 + "\n".join(map(json.dumps, rows)).encode())
+    elif suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        table = pyarrow.Table.from_pylist(rows)
+        with pyarrow.ipc.new_stream(str(path), table.schema) as stream:
+            stream.write_table(table)
+    return str(path)
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+def test_nested_and_dotted_names_nulls_and_byte_order_marks_are_alike_in_all_formats(suffix, tmp_path):
+    rows = [
+        {"meta": {"text": "\ufeffone", "n": 1}, "meta.title": "I"},
+        {"meta": None, "meta.title": "II"},
+        {"meta": {"text": None, "n": 3}, "meta.title": None},
+        {"meta": {"text": "four \ufeff", "n": 4}, "meta.title": "\ufeff"},
+    ]
+    path = write_rows(tmp_path, suffix, rows)
+    assert documents(FileSource([path], "meta.text")) == ["one", "", "", "four \ufeff"]
+    assert documents(FileSource([path], "meta.title")) == ["I", "II", "", ""]
+    with pytest.raises(UserError, match=r"model\.data\.text_key='meta\.body'; .*'meta', 'meta\.title'"):
+        documents(FileSource([path], "meta.body"))
+    with pytest.raises(UserError, match=r"'meta\.n' is .*int"):
+        documents(FileSource([path], "meta.n"))
+
+
+@pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
+@pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
+def test_every_type_of_text_is_read(suffix, kind, tmp_path):
+    texts = ["a", None, "longer than what fits into a view é", "a"]
+    column = pyarrow.array(texts, pyarrow.string() if kind == "dictionary" else getattr(pyarrow, kind)())
+    column = column.dictionary_encode() if kind == "dictionary" else column
+    if suffix == ".parquet":
+        if kind == "string_view":
+            column = column.cast(pyarrow.string())
+        write_parquet(tmp_path / "x.parquet", text=column)
+    else:
+        write_arrow(tmp_path / "x.arrow", pyarrow.ipc.new_file, 1, text=column)
+    assert documents(FileSource([f"{tmp_path}/x{suffix}"], "text")) == [text or "" for text in texts]
+
+
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst"])
 def test_a_directory_is_answered_with_the_files_that_it_has(suffix, tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / f"x{suffix}").touch()
@@ -107,9 +212,9 @@ def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypa
     assert documents(txt) == [text]
     assert documents(jsonl) == [text, "short"]
     for source in (txt, jsonl):
-        pieces = list(source.pieces())
-        assert max(len(piece.text) for piece in pieces) < 150
-        assert sum(piece.num_source_bytes for piece in pieces) == source.num_bytes
+        found = list(pieces(source))
+        assert max(len(piece.text) for piece in found) < 150
+        assert sum(piece.num_source_bytes for piece in found) == source.num_bytes
 
 
 @pytest.mark.parametrize(
@@ -197,4 +302,4 @@ def test_a_line_that_is_nested_without_end_is_named(tmp_path):
     path = tmp_path / "deep.jsonl"
     path.write_text('{"text": "a"}\n' + "[" * 100_000)
     with pytest.raises(UserError, match=r"deep\.jsonl, line 2"):
-        list(FileSource([str(path)], "text").pieces())
+        list(pieces(FileSource([str(path)], "text")))

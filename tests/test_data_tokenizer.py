@@ -44,9 +44,10 @@ def test_ids_beyond_the_vocabulary_decode_to_nothing(bpe):
     assert bpe.decode([*bpe.encode("x"), 280, 5000]) == "x"
 
 
-def word_level(path, vocab, **settings):
+def word_level(path, vocab, special=(), **settings):
     backend = tokenizers.Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(list(special))
     if settings:
         backend.enable_truncation(max_length=settings["max_length"])
         backend.enable_padding(length=8)
@@ -55,7 +56,7 @@ def word_level(path, vocab, **settings):
 
 @pytest.mark.parametrize("token", ["</s>", "<|end_of_text|>", "<eos>"])
 def test_a_tokenizer_file_tells_its_end_of_document_token(tmp_path, token):
-    word_level(tmp_path / "t.json", {"<unk>": 0, "a": 1, token: 9})
+    word_level(tmp_path / "t.json", {"<unk>": 0, "a": 1, token: 9}, [token])
     tokenizer = load_tokenizer(tmp_path / "t.json")
     assert (tokenizer.eod_token, tokenizer.eod) == (token, 9)
     assert tokenizer.vocab_size == 10, "an id beyond the number of tokens needs a row of the embedding too"
@@ -63,10 +64,10 @@ def test_a_tokenizer_file_tells_its_end_of_document_token(tmp_path, token):
 
 def test_truncation_and_padding_of_a_tokenizer_file_do_not_touch_documents(tmp_path):
     vocab = {"<unk>": 0, "a": 1, "</s>": 2}
-    word_level(tmp_path / "t.json", vocab, max_length=3)
-    word_level(tmp_path / "plain.json", vocab)
+    word_level(tmp_path / "t.json", vocab, ["</s>"], max_length=3)
+    word_level(tmp_path / "plain.json", vocab, ["</s>"])
     tokenizer = load_tokenizer(tmp_path / "t.json")
-    assert tokenizer.encode_batch(["a a a a a", "a"]) == [[1] * 5, [1]]
+    assert (tokenizer.encode("a a a a a"), tokenizer.encode("a")) == ([1] * 5, [1])
     assert tokenizer.fingerprint == load_tokenizer(tmp_path / "plain.json").fingerprint
 
 
@@ -74,6 +75,41 @@ def test_a_tokenizer_without_end_of_document_names_the_candidates(tmp_path):
     word_level(tmp_path / "t.json", {"<unk>": 0, "a": 1})
     with pytest.raises(UserError, match=re.escape("<|endoftext|>, <|end_of_text|>")):
         load_tokenizer(tmp_path / "t.json")
+
+
+def test_an_ordinary_token_never_ends_a_document_unless_a_key_names_it(tmp_path):
+    """Gemma's </s> is an HTML tag among its ordinary tokens, and <eos> is the special one."""
+    gemma = {"<unk>": 0, "a": 1, "</s>": 2, "<eos>": 3}
+    word_level(tmp_path / "gemma.json", gemma, ["<eos>"])
+    assert load_tokenizer(tmp_path / "gemma.json").eod == 3
+    named = load_tokenizer(tmp_path / "gemma.json", eod_token="</s>")
+    assert (named.eod_token, named.eod) == ("</s>", 2)
+    with pytest.raises(UserError, match=r"model\.tokenizer\.eod_token=<end> .*gemma\.json.* are <eos>$"):
+        load_tokenizer(tmp_path / "gemma.json", eod_token="<end>")
+    word_level(tmp_path / "ordinary.json", {"<unk>": 0, "a": 1, "</s>": 2})
+    with pytest.raises(UserError, match=r"\(</s> is an ordinary token\); .*model\.tokenizer\.eod_token"):
+        load_tokenizer(tmp_path / "ordinary.json")
+
+
+# What SentencePiece writes: the first pieces of a vocabulary, as protocol buffers.
+SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x15\x00\x00\x00\x00\x18\x03\xff"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "kind", "command"),
+    [
+        ("tokenizer.model", SENTENCEPIECE, "SentencePiece", "AutoTokenizer as A; A.from_pretrained('{folder}')"),
+        ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken", "TikTokenConverter as C; C('{folder}/tokenizer.model'"),
+        ("cl100k_base.tiktoken", b"IQ== 0\r\nIg== 1\r\n", "tiktoken", "C('{folder}/cl100k_base.tiktoken'"),
+    ],
+)
+def test_a_tokenizer_of_another_format_is_answered_with_the_command_that_converts_it(
+    name, content, kind, command, tmp_path
+):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"model.tokenizer.model=.* a file of {kind}; convert it: ") as refused:
+        load_tokenizer(tmp_path / name)
+    assert command.format(folder=tmp_path) in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -230,13 +230,13 @@ def test_an_index_of_tokens_is_read_or_refused(data):
 
 @fuzz(
     content=st.binary(max_size=60) | JSON.map(lambda value: json.dumps({"text": value}).encode()),
-    suffix=st.sampled_from([".txt", ".jsonl", ".parquet", ".arrow"]),
+    suffix=st.sampled_from([".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".jsonl.zst", ".txt.bz2"]),
 )
 def test_a_text_file_is_read_or_refused(content, suffix):
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, f"text{suffix}")
         path.write_bytes(content)
-        read_or_refused(lambda: list(FileSource([str(path)], "text").pieces()))
+        read_or_refused(lambda: list(FileSource([], "text").read_file(path)))
 
 
 @fuzz(data=st.data())
@@ -248,7 +248,7 @@ def test_an_arrow_file_is_read_or_refused(data):
         ) as file:
             file.write_table(table)
         path.write_bytes(damaged(path.read_bytes(), data.draw))
-        read_or_refused(lambda: list(FileSource([str(path)], "text").pieces()))
+        read_or_refused(lambda: list(FileSource([], "text").read_file(path)))
 
 
 @pytest.mark.usefixtures("no_launcher")

@@ -57,7 +57,7 @@ def test_a_signal_ends_the_training_of_a_tokenizer(name, code, words, tmp_path):
         text=True,
     )
     deadline = time.monotonic() + 120
-    while not any("training a BPE" in path.read_text() for path in tmp_path.glob("corpora/*.status.json")):
+    while not any("training a BPE" in path.read_text() for path in tmp_path.glob("tokenizers/*.status.json")):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)

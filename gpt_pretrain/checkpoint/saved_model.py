@@ -124,12 +124,12 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
     if expected is None:
         # The model was imported without a tokenizer: only the user knows it.
         return None if given is None else load_tokenizer(given, "tokenizer")
-    in_config = config.model.tokenizer.model
+    in_config, eod_token = config.model.tokenizer.model, config.model.tokenizer.eod_token
     beside = [path / TOKENIZER_FILE, path.parent.parent / TOKENIZER_FILE]
     places = [given] if given is not None else [*beside, *([Path(in_config)] if in_config else [])]
     for place in places:
         if place == given or place.is_file():
-            tokenizer = load_tokenizer(place, "tokenizer")
+            tokenizer = load_tokenizer(place, "tokenizer", eod_token=eod_token)
             if tokenizer.fingerprint == expected:
                 return tokenizer
     looked_at = ", ".join(map(str, places))

@@ -171,24 +171,27 @@ def open_to_append(path: Path, *, replaces: bool = False) -> TextIO:
 
 
 @contextmanager
-def new_directory(path: Path) -> Iterator[Path]:
+def new_directory(path: Path, *, goes_on: bool = False) -> Iterator[Path]:
     """Creates a directory atomically: yields an unfinished one for its files, and renames it after the block.
 
-    An error in the block removes it; leftovers of a killed process are removed first. `path` must not exist or be an
-    empty directory; one process at a time may write it.
+    An error in the block removes it; leftovers of a killed process are removed first. With `goes_on` the block gets the
+    leftovers, and those of a signal stay. `path` must not exist or be an empty directory; one process at a time may
+    write it.
 
     Raises:
         OSError: The disk cannot take it; nothing is left behind.
     """
     unfinished = unfinished_path(path)
-    remove(unfinished)
-    unfinished.mkdir(parents=True)
+    if not (goes_on and os.path.lexists(unfinished) and stat.S_ISDIR(unfinished.lstat().st_mode)):
+        remove(unfinished)
+    unfinished.mkdir(parents=True, exist_ok=goes_on)
     try:
         yield unfinished
         fsync_tree(unfinished)
         publish_directory(unfinished, path)
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
+    except BaseException as error:
+        if not (goes_on and isinstance(error, KeyboardInterrupt | SystemExit)):
+            shutil.rmtree(unfinished, ignore_errors=True)
         raise
 
 

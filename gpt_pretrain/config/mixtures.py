@@ -10,6 +10,7 @@ The last stage has no tokens and lasts to the end of the run, so that the order 
 """
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
@@ -20,6 +21,7 @@ from gpt_pretrain.config.errors import ConfigError, refusal
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.schema_data import DataConfig
 
+_SUFFIX = re.compile(r"\.(((txt|jsonl)(\.(gz|zst|bz2))?)|parquet|arrow)$")
 _KEYS = ("data_prefix", "validation_prefix", "text_files")
 _FORM = 'model.data.stages=["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]'
 
@@ -89,11 +91,7 @@ def _plain_parts(path: str) -> list[str]:
     parts = [part for part in PurePath(path).parts if part != "/"]
     while len(parts) > 1 and any(character in parts[-1] for character in "*?["):
         parts.pop()
-    suffix = PurePath(parts[-1]).suffix
-    return [
-        *parts[:-1],
-        parts[-1].removesuffix(suffix) if suffix in (".txt", ".jsonl", ".parquet", ".arrow") else parts[-1],
-    ]
+    return [*parts[:-1], _SUFFIX.sub("", parts[-1])]
 
 
 def read_stages(data: DataConfig) -> list[Stage]:

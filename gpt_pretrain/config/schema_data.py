@@ -66,6 +66,12 @@ class TokenizerConfig:
     """library=file: path of a Hugging Face `tokenizer.json`."""
     vocab_size: int = key(largest=2**31 - 1, identity="tokenizer", unread=[read_with(_TOKENIZER, TokenizerLibrary.bpe)])
     """library=bpe: number of tokens to train, including the end-of-document token."""
+    eod_token: str | None = key(
+        before=None,
+        identity="tokenizer",
+        unread=[unread_with(_TOKENIZER, TokenizerLibrary.none, TokenizerLibrary.bpe, instead="{key}=null")],
+    )
+    """Token that ends each document, e.g. "<eos>"; null: the known one that the tokenizer marks as special."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -99,10 +105,11 @@ class DataConfig:
     text_files: list[str] = key(
         identity="data", unread=[_with_data(DataImpl.text, instead="data=text, or leave text_files empty")]
     )
-    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row), or
+    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row; .txt
+    and .jsonl also with .gz, .zst or .bz2), folders of Hugging Face's save_to_disk (one document per row), or
     alternating weights and patterns: [0.7,"web/*.jsonl",0.3,"code/*.parquet"]."""
     text_key: str = key(identity="data", unread=[_with_data(DataImpl.text)])
-    """Field (.jsonl) or column (.parquet, .arrow) that holds the text."""
+    """Field (.jsonl) or column (.parquet, .arrow) that holds the text; meta.text is the field text of meta."""
     temperature: float | None = key(
         above=0,
         use="1 (by size) or more",

@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,8 @@ class Progress:
         self._show = show
         self._status: Path | None = None
         self._bar: RichProgress | None = None
-        self._state: dict[str, Any] = {"stage": "starting", "done": 0, "total": 0}
+        self._state: dict[str, Any] = {"stage": "starting", "done": 0, "total": 0, "is_bytes": False}
+        self._began: tuple[float, int] | None = None
         self._published_at = 0.0
         self._line_at = time.monotonic()
         self._line = ""
@@ -77,10 +79,10 @@ class Progress:
         else:
             print(visible(message), file=sys.stderr, flush=True)
 
-    def start(self, stage: str, total: int) -> None:
-        """Ends the current step and begins one of `total` units."""
+    def start(self, stage: str, total: int, *, done: int = 0, is_bytes: bool = False) -> None:
+        """Ends the current step and begins one of `total` units, of which an earlier process did `done`."""
         self.finish()
-        self._state = {"stage": stage, "done": 0, "total": total}
+        self._state = {"stage": stage, "done": done, "total": total, "is_bytes": is_bytes}
         self._publish()
         self._draw()
 
@@ -103,6 +105,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
         self._bar = None
+        self._began = None
 
     def _publish(self) -> None:
         self._published_at = time.monotonic()
@@ -111,13 +114,19 @@ class Progress:
             write_file(self._status, text, wait_for_disk=False)
 
     def _draw(self) -> None:
-        stage, done, total = self._state.values()
+        stage, done, total, is_bytes = self._state.values()
         if not self._show or total <= 0:
             return
+        now = time.monotonic()
+        # Where this process saw the step first: what was done before tells nothing of the speed.
+        began_at, at_first = self._began = self._began or (now, done)
+        speed = (done - at_first) / max(now - began_at, 1e-6)
+        rate = f", {speed / 1e6:.1f} MB/s" if is_bytes and speed else ""
         if not sys.stderr.isatty():
-            line, now = f"{stage}: {min(done / total, 1.0):.0%}", time.monotonic()
+            line = f"{stage}: {min(done / total, 1.0):.0%}"
             if line != self._line and now - self._line_at >= _LINE_INTERVAL_S:
-                print(line, file=sys.stderr, flush=True)
+                left = f", {timedelta(seconds=max(0, round((total - done) / speed)))} left" if speed else ""
+                print(f"{line}{rate}{left}", file=sys.stderr, flush=True)
                 self._line, self._line_at = line, now
             return
         if self._bar is None:
@@ -125,8 +134,8 @@ class Progress:
             name = TextColumn("{task.description}")
             self._bar = RichProgress(name, *columns, console=Console(stderr=True), transient=True)
             self._bar.start()
-            self._bar.add_task(stage, total=total)
-        self._bar.update(self._bar.task_ids[0], completed=done)
+            self._bar.add_task(stage, total=total, completed=done)
+        self._bar.update(self._bar.task_ids[0], completed=done, description=f"{stage}{rate}")
 
 
 def cache_directory(data: DataConfig) -> Path:
@@ -192,9 +201,9 @@ def hold_lock(entry: Path, progress: Progress) -> Iterator[None]:
 
 
 @contextmanager
-def new_entry(entry: Path) -> Iterator[Path]:
+def new_entry(entry: Path, *, goes_on: bool = False) -> Iterator[Path]:
     """Makes a directory in one piece (`config.files.new_directory`); the entry's lock must be held."""
-    with new_directory(entry) as unfinished:
+    with new_directory(entry, goes_on=goes_on) as unfinished:
         try:
             yield unfinished
             # While the bytes written can still be counted.

@@ -26,9 +26,11 @@ from gpt_pretrain.data.token_files import (
     check_token_ids,
     check_whole,
     content_fingerprint,
+    sentences_warning,
     split_matrix,
 )
-from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer, tokenize_source, train_once
+from gpt_pretrain.data.tokenizer import Tokenizer, load_tokenizer, own_tokenizer
+from gpt_pretrain.data.tokenizing import tokenize_source, train_once
 from gpt_pretrain.launch.signals import ended_while_waiting
 
 # Among the fingerprints the tokenizer's, and its value where the data are token ids.
@@ -146,6 +148,8 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
         }
         for file in chain(*files.values(), *own_files.values()):
             check_token_ids(file, model.vocab_size, cache, progress)
+            if warning := sentences_warning(file):
+                progress.note(warning)
     training, validation = _sources(config, files, own_files)
     if not (stages := tuple(read_stages(data))):
         stages = (Stage(None, named.weights or by_size(training, data.temperature or 1.0)),)
@@ -195,7 +199,7 @@ def _token_files(
     data, settings = config.model.data, config.model.tokenizer
     given = own_tokenizer(config)
     if data.data_impl is DataImpl.mmap:
-        return paths, given if settings.model is None else load_tokenizer(settings.model)
+        return paths, given if settings.model is None else load_tokenizer(settings.model, eod_token=settings.eod_token)
     sources = {name: open_source(config, patterns) for name, patterns in paths.items()}
     if given is None and len(sources) > 1 and settings.library is TokenizerLibrary.bpe:
         # One tokenizer for all of them.

@@ -122,6 +122,28 @@ def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
     return TokenFile(prefix=prefix, dtype=dtype, lengths=lengths, num_boundaries=num_boundaries, num_tokens=num_tokens)
 
 
+def sentences_warning(token_file: TokenFile) -> str | None:
+    """Why the samples of a file are of sentences in any order; None if its documents are whole."""
+    num_documents = token_file.num_boundaries - 1
+    if not 0 < num_documents < token_file.num_documents:
+        return None
+    return (
+        f"warning: {token_file.prefix} has {num_documents:,} documents that were split into "
+        f"{token_file.num_documents:,} sentences, and a run shuffles the sentences as if they were documents; build it "
+        "again without --split-sentences"
+    )
+
+
+def write_index(path: Path, dtype: type[numpy.number], lengths: numpy.ndarray) -> None:
+    """Writes the `.idx` of documents of these lengths [n], each one sequence, whose tokens follow one another."""
+    ends = numpy.cumsum(lengths, dtype="<i8") * numpy.dtype(dtype).itemsize
+    with path.open("xb") as file:
+        file.write(_HEADER.pack(_MAGIC, 1, DType.code_from_dtype(dtype), lengths.size, lengths.size + 1))
+        lengths.astype("<i4").tofile(file)
+        numpy.concatenate([ends[:1] * 0, ends[:-1]]).tofile(file)
+        numpy.arange(lengths.size + 1, dtype="<i8").tofile(file)
+
+
 def check_token_ids(token_file: TokenFile, vocab_size: int, cache: Path, progress: Progress) -> None:
     """Refuses token ids outside the model's vocabulary, and an index whose offsets point elsewhere.
 

@@ -1,31 +1,22 @@
-"""From text to token ids: the tokenizer, and text tokenized once into megatron-core's `.bin/.idx` in the cache.
+"""The tokenizer: a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself.
 
-A tokenizer is a Hugging Face `tokenizer.json`, or a byte-level BPE trained on the corpus itself. `Tokenizer` adds what
-pretraining needs beyond `tokenizers`: the token that ends a document, a fingerprint, and an encoding without special
-tokens: `<|endoftext|>` inside a document becomes ordinary tokens, so a document cannot forge its own end.
-
-The key of a cache entry covers the source's files, the tokenizer and this format. The entry holds `corpus.bin`,
-`corpus.idx`, `tokenizer.json` and `manifest.json`. Each document is one sequence of the index and ends with the
-end-of-document token; empty documents are left out and counted.
+`Tokenizer` adds what pretraining needs beyond `tokenizers`: the token that ends a document, a fingerprint, and an
+encoding without special tokens: `<|endoftext|>` inside a document becomes ordinary tokens, so a document cannot forge
+its own end.
 """
 
 import json
-import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy
 import tokenizers
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
-from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_text
-from gpt_pretrain.config.schema import Config, TokenizerConfig
-from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
-from gpt_pretrain.data.sources import Piece, TextSource
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.data.cache import fingerprint
 from gpt_pretrain.extend.registry import registered_choice
 
 # The name that Hugging Face gives the file.
@@ -33,22 +24,58 @@ TOKENIZER_FILE = "tokenizer.json"
 BPE_EOD = "<|endoftext|>"
 # In order of preference: GPT-2/NeoX/Qwen base, Llama 3 base, DeepSeek, Llama 2/Mistral/T5, Gemma, Phi and others.
 EOD_CANDIDATES = (BPE_EOD, "<|end_of_text|>", "<｜end▁of▁sentence｜>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<eod>")
+_KEY, _EOD_KEY = "model.tokenizer.model", "model.tokenizer.eod_token"
+# What a file that is no tokenizer.json may be, by its beginning, and the command that makes one of it.
+_CONVERT = (
+    (
+        re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n"),
+        "tiktoken",
+        'pip install transformers tiktoken; python -c "from transformers.convert_slow_tokenizer import '
+        "TikTokenConverter as C; C('{path}', extra_special_tokens=['<|endoftext|>']).converted()"
+        ".save('tokenizer.json')\" (such a file has neither its special tokens nor its pattern of words: name the "
+        "tokens in the order of their ids, and give pattern=… unless it is that of Llama 3)",
+    ),
+    (
+        re.compile(rb"\n.[\n\x08]", re.DOTALL),
+        "SentencePiece",
+        'pip install transformers sentencepiece protobuf; python -c "from transformers import AutoTokenizer as A; '
+        "A.from_pretrained('{path.parent}').save_pretrained('{path.parent}')\", of a file named tokenizer.model",
+    ),
+)
+_BEGINNING_BYTES = 1024
+_MOST_NAMED = 20
+_LONGEST_WORD = 1024
+# Each is tried once, at its first character: time must not grow with the square of the length here either.
+_LONG_WORD = re.compile(rf"(?<!\S)\S{{{_LONGEST_WORD + 1},}}|(?<!\s)\s{{{_LONGEST_WORD + 1},}}")
 
 
 class Tokenizer:
-    """A `tokenizers.Tokenizer` that has one of the known end-of-document tokens, or a UserError."""
+    """A `tokenizers.Tokenizer` with its end-of-document token: `eod_token`, or the known one that is special in it.
 
-    def __init__(self, backend: tokenizers.Tokenizer, origin: str) -> None:
+    Raises:
+        UserError: There is no such token.
+    """
+
+    def __init__(self, backend: tokenizers.Tokenizer, origin: str, eod_token: str | None = None) -> None:
         # Both serve inference and would corrupt the documents of a corpus.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
         ids = backend.get_vocab(with_added_tokens=True)
-        eod = next((token for token in EOD_CANDIDATES if token in ids), None)
-        if eod is None:
+        special = [each.content for each in backend.get_added_tokens_decoder().values() if each.special]
+        if eod_token is not None and eod_token not in ids:
             raise UserError(
-                f"{origin}: no end-of-document token; one of {', '.join(EOD_CANDIDATES)} must be in the vocabulary: "
-                "add one to the file's added_tokens"
+                f"{_EOD_KEY}={eod_token} is not in the vocabulary of {origin}; its special tokens are "
+                f"{', '.join(special[:_MOST_NAMED]) or 'none'}"
+            )
+        # An ordinary one may be a word of the text, as HTML's </s> is to Gemma.
+        eod = eod_token or next((token for token in EOD_CANDIDATES if token in special), None)
+        if eod is None:
+            ordinary = [token for token in EOD_CANDIDATES if token in ids]
+            also = f" ({', '.join(ordinary)} is an ordinary token)" if ordinary else ""
+            raise UserError(
+                f"{origin}: no end-of-document token; none of {', '.join(EOD_CANDIDATES)} is marked as special{also}; "
+                f"name one with {_EOD_KEY}, or mark it in the file's added_tokens"
             )
         self.eod_token = eod
         self.eod: int = ids[eod]
@@ -58,12 +85,14 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text, without special tokens."""
-        return self.encode_batch([text])[0]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Token ids of several texts, on all cores."""
         self._backend.encode_special_tokens = True
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(texts, add_special_tokens=False)]
+        ids: list[int] = self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    def cuts(self, before: str, after: str) -> bool:
+        """Whether the tokens of `before` stay what they are if `after` follows: text can be cut there."""
+        ids = self.encode(before)
+        return self.encode(before + after)[: len(ids)] == ids
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of token ids; ids beyond the vocabulary (the model's padding rows) are left out."""
@@ -88,10 +117,21 @@ def _fingerprint(backend: tokenizers.Tokenizer) -> str:
     return fingerprint(content)
 
 
+def _cut_words(text: str) -> Iterator[str]:
+    start = 0
+    for word in _LONG_WORD.finditer(text):
+        for end in range(word.start() + _LONGEST_WORD, word.end(), _LONGEST_WORD):
+            yield text[start:end]
+            start = end
+    yield text[start:]
+
+
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Trains a byte-level BPE (GPT-2's scheme: Sennrich et al. 2016 over bytes).
 
-    `vocab_size` includes the 256 bytes and the end-of-document token. A small text may yield fewer tokens.
+    `vocab_size` includes the 256 bytes and the end-of-document token. A small text may yield fewer tokens. Training
+    takes time by the square of a word's length: longer runs of characters without a space, or of spaces, count as
+    several words.
     """
     backend = tokenizers.Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -102,11 +142,11 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         special_tokens=[BPE_EOD],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )
-    backend.train_from_iterator(texts, trainer=trainer)
+    backend.train_from_iterator((part for text in texts for part in _cut_words(text)), trainer=trainer)
     return Tokenizer(backend, "the BPE trained on the corpus")
 
 
-def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Tokenizer:
+def load_tokenizer(path: str | Path, key: str = _KEY, *, eod_token: str | None = None) -> Tokenizer:
     """Reads a Hugging Face `tokenizer.json`, or raises a UserError that names the `key` of its path."""
     path = expand_user(path, key)
     if path.is_dir():
@@ -114,12 +154,25 @@ def load_tokenizer(path: str | Path, key: str = "model.tokenizer.model") -> Toke
     try:
         content = read_foreign_text(path)
     except (OSError, ForeignFileError) as error:
-        raise UserError(f"{key}={path} cannot be read ({error}); it must be a Hugging Face tokenizer.json") from error
+        way_out = _how_to_convert(path) or "it must be a Hugging Face tokenizer.json"
+        raise UserError(f"{key}={path} cannot be read ({error}); {way_out}") from error
     try:
         backend = tokenizers.Tokenizer.from_str(content)
     except Exception as error:  # `tokenizers` raises plain Exception for any malformed file
-        raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json: {error}") from error
-    return Tokenizer(backend, f"{key}={path}")
+        known = _how_to_convert(path)
+        reason = f": {error}" if known is None else f"; {known}"
+        raise UserError(f"{key}={path} is not a Hugging Face tokenizer.json{reason}") from error
+    return Tokenizer(backend, f"{key}={path}", eod_token)
+
+
+def _how_to_convert(path: Path) -> str | None:
+    """What a file of another kind is and how it becomes a `tokenizer.json`; None for an unknown kind."""
+    if not path.is_file():
+        return None
+    with path.open("rb") as file:
+        beginning = file.read(_BEGINNING_BYTES)
+    known = ((kind, command) for pattern, kind, command in _CONVERT if pattern.match(beginning))
+    return next((f"it is a file of {kind}; convert it: {command.format(path=path)}" for kind, command in known), None)
 
 
 def own_tokenizer(config: Config) -> Tokenizer | None:
@@ -131,150 +184,4 @@ def own_tokenizer(config: Config) -> Tokenizer | None:
         backend = registered.value(config)
         if not isinstance(backend, tokenizers.Tokenizer):
             raise UserError(f"it returned {type(backend).__name__}, which is no tokenizers.Tokenizer")
-        return Tokenizer(backend, "its vocabulary")
-
-
-FORMAT_VERSION = 1
-# Enough text to train any vocabulary, in under a minute on two cores.
-_BPE_SAMPLE_BYTES = 64 * 1024 * 1024
-# Characters per call of the tokenizer: enough to keep all cores busy, few enough for the progress bar.
-_BATCH_CHARACTERS = 4 * 1024 * 1024
-_MAX_DOCUMENT_TOKENS = numpy.iinfo(numpy.int32).max
-
-
-def tokenize_source(
-    source: TextSource,
-    config: TokenizerConfig,
-    cache: Path,
-    progress: Progress,
-    *,
-    name: str,
-    given: Tokenizer | None = None,
-) -> tuple[Path, Tokenizer]:
-    """Finds the source's entry in the cache, or makes it; `given` is an extension's tokenizer.
-
-    Returns:
-        The path of the `.bin/.idx` pair without suffix, and the tokenizer that made it.
-
-    Raises:
-        UserError: The text or the tokenizer is unusable, or the disk is full.
-    """
-    recipe: list[Any] = ["bpe", config.vocab_size]
-    if config.library is TokenizerLibrary.file:
-        assert config.model is not None, "the rules refuse library=file without a path"
-        given = load_tokenizer(config.model)
-    if given is not None:
-        recipe = ["file", given.fingerprint]
-    identity = source.identity()
-    entry = cache / "corpora" / f"{name}-{fingerprint([FORMAT_VERSION, recipe, identity])[:16]}"
-    if not entry.is_dir():
-        with hold_lock(entry, progress):
-            # The previous holder of the lock may have made it.
-            if not entry.is_dir():
-                with new_entry(entry) as folder:
-                    tokenizer = given or _train(source, config.vocab_size, progress)
-                    summary = _fill(folder, source, identity, tokenizer, progress)
-                progress.note(f"{summary}: {entry}")
-    return entry / "corpus", load_tokenizer(entry / TOKENIZER_FILE)
-
-
-def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Tokenizer, progress: Progress) -> str:
-    """Writes the files of an entry, and returns what was tokenized, for people."""
-    dtype = DType.optimal_dtype(tokenizer.vocab_size)
-    builder = IndexedDatasetBuilder(str(folder / "corpus.bin"), dtype=dtype)
-    num_documents = num_empty = num_tokens = 0
-    progress.start("tokenizing", source.num_bytes)
-    with builder.data_file:
-        for document in _documents(source, tokenizer, dtype, progress):
-            if document.size == 0:
-                num_empty += 1
-                continue
-            tokens = numpy.append(document, numpy.array([tokenizer.eod], dtype=dtype))
-            if tokens.size > _MAX_DOCUMENT_TOKENS:
-                raise UserError(
-                    f"document {num_documents + num_empty + 1} of the corpus has {tokens.size:,} tokens, and the index "
-                    f"format holds {_MAX_DOCUMENT_TOKENS:,}; split the file"
-                )
-            builder.add_document(tokens, [tokens.size])
-            num_documents += 1
-            num_tokens += tokens.size
-    if num_documents == 0:
-        raise UserError(f"all {num_empty:,} documents of the corpus are empty: {_name_files(source)}")
-    if source.identity() != identity:
-        raise UserError(
-            f"the files of the corpus changed while they were tokenized ({_name_files(source)}); start again when "
-            "they are complete"
-        )
-    progress.finish()
-    builder.finalize(str(folder / "corpus.idx"))
-    tokenizer.save(folder / TOKENIZER_FILE)
-    manifest = {
-        "format_version": FORMAT_VERSION,
-        "files": [str(path) for path in source.files],
-        "num_bytes": source.num_bytes,
-        "num_documents": num_documents,
-        "num_empty_documents": num_empty,
-        "num_tokens": num_tokens,
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer_fingerprint": tokenizer.fingerprint,
-    }
-    (folder / "manifest.json").write_text(json.dumps(manifest, indent=1))
-    skipped = f", {num_empty:,} empty ones left out" if num_empty else ""
-    return f"tokenized {source.num_bytes:,} bytes into {num_tokens:,} tokens of {num_documents:,} documents{skipped}"
-
-
-def train_once(source: TextSource, vocab_size: int, cache: Path, progress: Progress) -> Tokenizer:
-    """A BPE trained on a source, from the cache if it is there; for sources that are tokenized one by one."""
-    entry = cache / "tokenizers" / f"bpe-{fingerprint([FORMAT_VERSION, vocab_size, source.identity()])[:16]}"
-    if not entry.is_dir():
-        with hold_lock(entry, progress):
-            # The previous holder of the lock may have made it.
-            if not entry.is_dir():
-                with new_entry(entry) as folder:
-                    _train(source, vocab_size, progress).save(folder / TOKENIZER_FILE)
-    return load_tokenizer(entry / TOKENIZER_FILE)
-
-
-def _train(source: TextSource, vocab_size: int, progress: Progress) -> Tokenizer:
-    total = min(_BPE_SAMPLE_BYTES, source.num_bytes)
-    progress.start(f"training a BPE of {vocab_size} tokens", total)
-
-    def texts() -> Iterator[str]:
-        for text in source.sample(_BPE_SAMPLE_BYTES):
-            progress.advance(len(text))
-            yield text
-
-    return train_bpe(texts(), vocab_size)
-
-
-def _documents(
-    source: TextSource, tokenizer: Tokenizer, dtype: type[numpy.number], progress: Progress
-) -> Iterator[numpy.ndarray]:
-    """Token ids of each document, without the end-of-document token."""
-    parts: list[numpy.ndarray] = []
-    for batch in _batches(source):
-        encoded = tokenizer.encode_batch([piece.text for piece in batch])
-        for piece, token_ids in zip(batch, encoded, strict=True):
-            parts.append(numpy.array(token_ids, dtype=dtype))
-            if piece.ends_document:
-                yield numpy.concatenate(parts)
-                parts = []
-        progress.advance(sum(piece.num_source_bytes for piece in batch))
-
-
-def _batches(source: TextSource) -> Iterator[list[Piece]]:
-    batch: list[Piece] = []
-    num_characters = 0
-    for piece in source.pieces():
-        batch.append(piece)
-        num_characters += len(piece.text) + 1
-        if num_characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
-
-
-def _name_files(source: TextSource) -> str:
-    names = [os.fspath(path) for path in source.files[:3]]
-    return ", ".join(names) + (f" and {len(source.files) - 3} more" if len(source.files) > len(names) else "")
+        return Tokenizer(backend, "its vocabulary", config.model.tokenizer.eod_token)

@@ -14,14 +14,14 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
 from gpt_pretrain.data.cache import Progress
 from gpt_pretrain.data.sources.text import FileSource
-from gpt_pretrain.data.tokenizer import tokenize_source
+from gpt_pretrain.data.tokenizing import tokenize_source
 
 
 class SlowSource(FileSource):
     slowness_s = 0.0
 
-    def pieces(self):
-        for piece in super().pieces():
+    def read_file(self, path):
+        for piece in super().read_file(path):
             time.sleep(self.slowness_s)
             yield piece
 
@@ -31,7 +31,7 @@ def main(cache, pattern, slowness_s="0", max_file_bytes=None):
         resource.setrlimit(resource.RLIMIT_FSIZE, (int(max_file_bytes), int(max_file_bytes)))
     source = SlowSource([pattern], "text")
     source.slowness_s = float(slowness_s)
-    tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300)
+    tokenizer = TokenizerConfig(library=TokenizerLibrary.bpe, model=None, vocab_size=300, eod_token=None)
     try:
         with Progress(show=True) as progress:
             prefix, _ = tokenize_source(source, tokenizer, Path(cache), progress, name="text")

@@ -1,8 +1,9 @@
 """Where text comes from: a module for each kind, of the kind's name, which registers it as an extension does.
 
 A source streams pieces of documents in a fixed order and never holds more than a few MiB: the disk bounds the size of a
-corpus, not the memory. A long document comes in several pieces, cut where every common pre-tokenizer also cuts (before
-a space between words, or between a line end and a word), so that byte-level tokenizers give the tokens of the whole.
+corpus, not the memory. A long document comes in several pieces, cut where common pre-tokenizers also cut: before
+a space between words, or between a line end and a word. A longer word is cut somewhere; `tokenizing.joined` asks the
+tokenizer about each cut.
 """
 
 import json
@@ -37,7 +38,8 @@ class TextSource(ABC):
 
     files: Sequence[Path]
     piece_size = 1024 * 1024
-    """Bytes read at once, and characters after which a document is cut at the next possible place."""
+    """Bytes read at once, and characters after which a document is cut at the next possible place, or after as many
+    more."""
 
     @abstractmethod
     def identity(self) -> list[Any]:
@@ -51,11 +53,6 @@ class TextSource(ABC):
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(path.stat().st_size for path in self.files)
-
-    def pieces(self) -> Iterator[Piece]:
-        """Pieces of all documents."""
-        for path in self.files:
-            yield from self.read_file(path)
 
     def sample(self, max_bytes: int) -> Iterator[str]:
         """The beginning of each file, an equal share of `max_bytes` from each; the same text at every call."""
@@ -78,11 +75,14 @@ class TextSource(ABC):
     def _parts(self, text: str) -> Iterator[str]:
         start = 0
         while len(text) - start > self.piece_size:
-            match = _CUT.search(text, start + self.piece_size)
-            if match is None:
+            limit = start + 2 * self.piece_size
+            # One character more, to see what follows a space.
+            match = _CUT.search(text, start + self.piece_size, limit + 1)
+            if match is None and len(text) <= limit:
                 break
-            yield text[start : match.end()]
-            start = match.end()
+            end = limit if match is None else match.end()
+            yield text[start:end]
+            start = end
         yield text[start:]
 
 

@@ -2,30 +2,37 @@
 
 import codecs
 import glob
+import io
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import IO, Any, ClassVar
 
 import pyarrow
-import pyarrow.ipc
-import pyarrow.parquet
 
 from gpt_pretrain.config.errors import UserError
-from gpt_pretrain.config.files import expand_user
+from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_json
 from gpt_pretrain.data.cache import file_identity
+from gpt_pretrain.data.columns import read_arrow, read_parquet
 from gpt_pretrain.data.sources import Piece, TextSource
 from gpt_pretrain.extend.registry import register
 
-_PARQUET_BATCH_ROWS = 256
-_ARROW_FILE = b"ARROW1"
+_BOM = "\ufeff"
+_CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
+# Formats that may be compressed as a whole; the others have a compression of their own.
+_COMPRESSED = (".txt", ".jsonl")
+_MISSING = object()
 
 
 class FileSource(TextSource):
     """The user's files: .txt (one document a file), .jsonl, .parquet and .arrow (one document a row).
 
+    The first two may be compressed (.jsonl.gz, .zst or .bz2). A folder of Hugging Face's `save_to_disk` is its files.
+
     Patterns are paths or globs with `**` and `~`. Files come in the order of the patterns, those of one pattern sorted
-    by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text.
+    by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text; dots
+    lead into nested ones.
 
     Raises:
         UserError: A pattern matches nothing, or a file is of an unknown kind or cannot be read.
@@ -42,22 +49,24 @@ class FileSource(TextSource):
     def read_file(self, path: Path) -> Iterator[Piece]:
         """Pieces of one file, by its suffix."""
         try:
-            yield from self.READERS[path.suffix](self, path)
+            yield from self.READERS[_format(path)](self, path)
         except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
             raise UserError(f"model.data.text_files: {path} cannot be read: {error}") from error
 
     def _read_jsonl(self, path: Path) -> Iterator[Piece]:
-        offset = 0
-        with path.open("rb") as file:
+        offset = num_read = 0
+        with _open(path) as (file, position):
             for number, line in enumerate(file, start=1):
                 if line.strip():
-                    yield from self.cut(self._text_of_line(path, number, line, offset), len(line))
+                    text, num_before, num_read = self._text_of_line(path, number, line, offset), num_read, position()
+                    yield from self._document(text, num_read - num_before)
                 offset += len(line)
 
-    def _text_of_line(self, path: Path, number: int, line: bytes, offset: int) -> str:
+    def _text_of_line(self, path: Path, number: int, line: bytes, offset: int) -> str | None:
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line.decode("utf-8"))
+            text_of_line = line.decode("utf-8")
+            row = json.loads(text_of_line.removeprefix(_BOM) if number == 1 else text_of_line)
         except UnicodeDecodeError as error:
             raise _not_utf8(path, offset + error.start, line[error.start]) from error
         except json.JSONDecodeError as error:
@@ -66,11 +75,13 @@ class FileSource(TextSource):
             raise UserError(f"{where}: the JSON object cannot be read ({error})") from error
         if not isinstance(row, dict):
             raise UserError(f"{where}: a {type(row).__name__} instead of a JSON object with the key {self.text_key!r}")
-        if self.text_key not in row:
+        text = _value(row, self.text_key)
+        if text is _MISSING:
             raise UserError(
                 f"{where}: no key model.data.text_key={self.text_key!r}; the line has {', '.join(map(repr, row))}"
             )
-        text = row[self.text_key]
+        if text is None:
+            return None
         if not isinstance(text, str):
             raise UserError(f"{where}: {self.text_key!r} is a {type(text).__name__}, not text")
         # JSON can escape half of a surrogate pair, which UTF-8 cannot encode.
@@ -81,54 +92,22 @@ class FileSource(TextSource):
         return text
 
     def _read_parquet(self, path: Path) -> Iterator[Piece]:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            self._check_column(path, file.schema_arrow)
-            num_row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
-            batches = file.iter_batches(batch_size=_PARQUET_BATCH_ROWS, columns=[self.text_key])
-            yield from self._rows(path, ((batch.column(0), num_row_bytes) for batch in batches))
+        for text, num_bytes in read_parquet(path, self.text_key):
+            yield from self._document(text, num_bytes)
 
     def _read_arrow(self, path: Path) -> Iterator[Piece]:
-        """A stream, as Hugging Face's `save_to_disk` writes it, or a file of Arrow's other format, Feather."""
-        with pyarrow.memory_map(str(path)) as file:
-            is_stream = file.read(len(_ARROW_FILE)) != _ARROW_FILE
-            file.seek(0)
-            reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
-            self._check_column(path, reader.schema)
-            batches = reader if is_stream else map(reader.get_batch, range(reader.num_record_batches))
-            yield from self._rows(path, map(self._checked_column, batches))
+        for text, num_bytes in read_arrow(path, self.text_key):
+            yield from self._document(text, num_bytes)
 
-    def _checked_column(self, batch: pyarrow.RecordBatch) -> tuple[pyarrow.Array, int]:
-        # Arrow reads a wrong offset of a mapped file without a check of its own.
-        column = batch.column(self.text_key)
-        column.validate(full=True)
-        return column, batch.nbytes // max(1, len(batch))
-
-    def _check_column(self, path: Path, schema: pyarrow.Schema) -> None:
-        if self.text_key not in schema.names:
-            columns = ", ".join(map(repr, schema.names))
-            raise UserError(f"{path}: no column model.data.text_key={self.text_key!r}; it has {columns}")
-        kind = schema.field(self.text_key).type
-        if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-            raise UserError(f"{path}: column {self.text_key!r} is of type {kind}, not string")
-
-    def _rows(self, path: Path, columns: Iterable[tuple[pyarrow.Array, int]]) -> Iterator[Piece]:
-        """Pieces of the rows of columns, each with the bytes that a row of it takes."""
-        row = 0
-        for column, num_row_bytes in columns:
-            for value in column:
-                row += 1
-                try:
-                    text = value.as_py()
-                except UnicodeDecodeError as error:
-                    raise UserError(f"{path}, row {row}: {self.text_key!r} is not UTF-8 ({error})") from error
-                yield from self.cut("" if text is None else text, num_row_bytes)
+    def _document(self, text: str | None, num_source_bytes: int) -> Iterator[Piece]:
+        """A row; a null is an empty document, and the byte order mark of the file that it was made of is no text."""
+        yield from self.cut((text or "").removeprefix(_BOM), num_source_bytes)
 
     def _read_txt(self, path: Path) -> Iterator[Piece]:
         decoder = codecs.getincrementaldecoder("utf-8")()
-        offset = 0
-        num_unreported_bytes = 0
+        offset = num_read = 0
         rest = ""
-        with path.open("rb") as file:
+        with _open(path) as (file, position):
             while True:
                 block = file.read(self.piece_size)
                 pending = len(decoder.getstate()[0])
@@ -137,16 +116,15 @@ class FileSource(TextSource):
                 except UnicodeDecodeError as error:
                     raise _not_utf8(path, offset - pending + error.start, error.object[error.start]) from error
                 if offset == 0:
-                    rest = rest.removeprefix("\ufeff")
+                    rest = rest.removeprefix(_BOM)
                 if not block:
                     break
                 offset += len(block)
-                num_unreported_bytes += len(block)
                 *parts, rest = self._parts(rest)
                 for part in parts:
-                    yield Piece(part, ends_document=False, num_source_bytes=num_unreported_bytes)
-                    num_unreported_bytes = 0
-        yield Piece(rest, ends_document=True, num_source_bytes=num_unreported_bytes)
+                    num_before, num_read = num_read, position()
+                    yield Piece(part, ends_document=False, num_source_bytes=num_read - num_before)
+            yield Piece(rest, ends_document=True, num_source_bytes=position() - num_read)
 
     READERS: ClassVar[Mapping[str, Callable[[Any, Path], Iterator[Piece]]]] = {
         ".txt": _read_txt,
@@ -156,20 +134,49 @@ class FileSource(TextSource):
     }
 
 
+@contextmanager
+def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+    """A file without its compression, and what tells the bytes read from the disk so far."""
+    with path.open("rb") as stored:
+        if path.suffix not in _CODECS:
+            yield stored, stored.tell
+            return
+        stream = pyarrow.CompressedInputStream(stored, _CODECS[path.suffix])
+        yield io.BufferedReader(stream), stored.tell
+
+
+def _format(path: Path) -> str:
+    """The suffix that names the format, without that of a compression of the whole file."""
+    inner = path.with_suffix("").suffix
+    return inner if path.suffix in _CODECS and inner in _COMPRESSED else path.suffix
+
+
+def _value(row: Mapping[str, Any], key: str) -> Any:
+    """The value of a key, or of a key in the object of one: `meta.text`; all below a null is null."""
+    if key in row:
+        return row[key]
+    for name, inner in row.items():
+        if key.startswith(f"{name}.") and inner is None:
+            return None
+        if key.startswith(f"{name}.") and isinstance(inner, dict):
+            found = _value(inner, key.removeprefix(f"{name}."))
+            if found is not _MISSING:
+                return found
+    return _MISSING
+
+
 def _match(pattern: str) -> list[Path]:
     expanded = expand_user(pattern, "model.data.text_files")
     if expanded.is_dir():
-        raise UserError(
-            f"model.data.text_files: {pattern} is a directory; name its files: {expanded / '**' / _names_in(expanded)}"
-        )
+        return _saved_data_set(expanded, pattern)
     # An existing file comes first: its name may contain the characters of a pattern.
     paths = [expanded] if expanded.exists() else [Path(p) for p in sorted(glob.glob(str(expanded), recursive=True))]
     paths = [path.absolute() for path in paths if path.is_file()]
     if not paths:
         raise UserError(f"model.data.text_files: {pattern} matches no file (relative to {Path.cwd()})")
     for path in paths:
-        if path.suffix not in FileSource.READERS:
-            known = ", ".join(FileSource.READERS)
+        if _format(path) not in FileSource.READERS:
+            known = f"{', '.join(FileSource.READERS)}, and {' and '.join(_COMPRESSED)} with {', '.join(_CODECS)}"
             raise UserError(f"model.data.text_files: {path} has the suffix {path.suffix!r}; known are {known}")
         try:
             path.open("rb").close()
@@ -178,9 +185,29 @@ def _match(pattern: str) -> list[Path]:
     return paths
 
 
+def _saved_data_set(directory: Path, pattern: str) -> list[Path]:
+    """The files of a folder that Hugging Face's `save_to_disk` wrote, in their order."""
+    problem = f"model.data.text_files: {pattern} is a directory; "
+    if (directory / "dataset_dict.json").is_file():
+        parts = sorted(path.parent.name for path in directory.glob("*/state.json"))
+        raise UserError(f"{problem}it holds the data sets {', '.join(parts)}: name those to read, as {pattern}/NAME")
+    try:
+        names = [part["filename"] for part in read_foreign_json(directory / "state.json")["_data_files"]]
+        paths = [directory.absolute() / name for name in names if Path(name).name == name]
+    except (FileNotFoundError, ForeignFileError, KeyError, TypeError):
+        paths = []
+    if not paths:
+        raise UserError(f"{problem}name its files: {directory / '**' / _names_in(directory)}")
+    missing = [path for path in paths if not path.is_file()]
+    if missing:
+        raise UserError(f"{problem}its state.json names {missing[0].name}, which is not there")
+    return paths
+
+
 def _names_in(directory: Path) -> str:
     """A pattern of the names of files of text in a directory; of Hugging Face's, not of the caches beside its data."""
-    patterns = ["data-*.arrow", *(f"*{suffix}" for suffix in FileSource.READERS)]
+    compressed = (f"*{suffix}{codec}" for suffix in _COMPRESSED for codec in _CODECS)
+    patterns = ["data-*.arrow", *(f"*{suffix}" for suffix in FileSource.READERS), *compressed]
     return next((pattern for pattern in patterns if any(directory.rglob(pattern))), "*.jsonl")
 
 
