@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from gpt_pretrain.config.choices import OpenChoice
-from gpt_pretrain.config.errors import RankError, RunError, UserError, reason
+from gpt_pretrain.config.errors import RankError, RunError, UserError, reason, show
 
 
 class ExtensionError(RankError):
@@ -124,6 +124,7 @@ def registering[F: Callable[..., Any]](
     value_of: Callable[[F], Any] = lambda function: function,
 ) -> Callable[[F], F]:
     """The decorator that registers a function which takes these arguments, or `value_of` it."""
+    check_name(kind, name)
 
     def add(function: F) -> F:
         check_call(kind, name, function, arguments)
@@ -131,6 +132,13 @@ def registering[F: Callable[..., Any]](
         return function
 
     return add
+
+
+def check_name(kind: str, name: object) -> None:
+    """Refuses a decorator without parentheses, which gets what it decorates in the place of a name."""
+    if not isinstance(name, str):
+        written = getattr(name, "__name__", show(name))
+        raise UserError(f'@extend.{kind} has no name; write @extend.{kind}("NAME") above {written}')
 
 
 def check_call(kind: str, name: str, function: Callable[..., Any], arguments: str, *, written: str = "") -> None:
