@@ -189,6 +189,26 @@ def test_an_exception_in_a_callback_names_the_extension_and_its_line(hook, tmp_p
         assert part in line
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_callback_ends_the_run_with_a_checkpoint_as_if_it_was_done(num_ranks, tmp_path):
+    """On two ranks the last one asks alone, and both end after the same step."""
+    ask = f"run.step == 3 and run.rank == {num_ranks - 1} and run.stop('the loss is low')"
+    write_module(tmp_path, CALLBACK.format(name="early", hook="after_step", body=ask))
+    layout = ["parallelism=dp"] if num_ranks == 2 else []
+    arguments = [*TINY, *layout, "extensions=[lab]", f"run_dir={tmp_path / 'run'}", "checkpoint.save_at_end=true"]
+    for end in (9, 12):
+        done = run_extended(tmp_path, *arguments, f"trainer.max_steps={end}", num_ranks=num_ranks)
+        assert done.returncode == 0, done.stderr
+        metrics = load_metrics(tmp_path / "run")
+        if end == 9:
+            # Ranks agree within the next step.
+            assert metrics.train[-1].step == 2 + num_ranks
+            assert (metrics.summary.end_reason, metrics.summary.exit_code) == ("callback", 0)
+            assert metrics.summary.checkpoint.endswith(f"step_{2 + num_ranks:08d}")
+            assert ("callback 'early' of lab" in done.stderr and "the loss is low" in done.stderr) is (num_ranks == 1)
+    assert metrics.train[-1].step == 12, "repeated, it goes on"
+
+
 def test_a_mistake_that_a_callback_finds_is_the_users(lab, tmp_path):
     arguments = ["extensions=[my_lab.callbacks]", "my_lab.beta=1.5", f"run_dir={tmp_path / 'run'}"]
     told = refused(run_extended(lab, *TINY, "trainer.max_steps=1", *arguments))
@@ -239,6 +259,20 @@ def test_a_name_that_two_modules_register_is_refused_with_both(tmp_path):
     ]
     told = refused(run_extended(tmp_path, "--cfg", "job", "extensions=[one,two]"))
     assert all(str(path) in told for path in paths)
+
+
+def test_what_a_group_of_keys_finds_itself_is_the_users(tmp_path):
+    check = """        beta: float = 0.5
+        \"\"\"Of nothing.\"\"\"
+
+        def __post_init__(self):
+            if self.beta > 1:
+                raise ValueError("beta is a share")
+"""
+    write_module(tmp_path, KEYS.format(group="lab_keys", fields=check))
+    assert run_extended(tmp_path, "--cfg", "job", "extensions=[lab]", "lab_keys.beta=0.7").returncode == 0
+    told = refused(run_extended(tmp_path, *TINY, "extensions=[lab]", "lab_keys.beta=1.5", f"run_dir={tmp_path}/run"))
+    assert all(part in told for part in ("lab_keys", "lab.Own", "beta is a share"))
 
 
 @pytest.mark.parametrize(

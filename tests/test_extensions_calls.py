@@ -53,6 +53,21 @@ def test_a_method_that_would_fail_or_never_be_called_is_refused(method, parts, t
     assert all(part in told for part in ["extensions=[lab]", "'own'", *parts])
 
 
+@pytest.mark.parametrize(
+    ("source", "parts"),
+    [
+        (CALLBACK_OF.format(method="_own(self)").replace('("own")', ""), ['@extend.callback("NAME") above Own']),
+        (SINK.replace('("lines")', ""), ['@extend.sink("NAME") above Lines']),
+        (FUNCTION.format(kind="loss", more="", arguments="a, b, c").replace('("own")', ""), ['@extend.loss("NAME")']),
+        (CALLBACK_OF.format(method="__init__(self, path)"), ["'own'", "__init__(self)", "path"]),
+    ],
+)
+def test_a_decorator_without_a_name_and_an_object_that_needs_arguments_are_refused(source, parts, tmp_path):
+    write_module(tmp_path, source)
+    told = refused(run_extended(tmp_path, "--cfg", "job", "extensions=[lab]"))
+    assert all(part in told for part in ["extensions=[lab]", *parts])
+
+
 @pytest.mark.parametrize("method", ["_note(self, run)", "note(self, run, hook)"])
 def test_methods_for_its_own_use_are_left_alone(method, tmp_path):
     write_module(tmp_path, CALLBACK_OF.format(method=method))

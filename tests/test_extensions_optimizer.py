@@ -176,6 +176,16 @@ def test_the_plan_counts_the_states(tmp_path):
             [],
             ["'m'", "int"],
         ),
+        (DESCENT.format(states="", step="weight.sub_(0.1 * weight.grad)", returned="Descent()"), [], ["group['lr']"]),
+        (
+            DESCENT.format(
+                states="",
+                step="weight.sub_(group['lr'] * weight.grad / (t := vars(self).get('t', 0) + 1)); self.t = t",
+                returned="Descent()",
+            ),
+            [],
+            ["optimizer.state", "second step"],
+        ),
         (
             DESCENT.format(
                 states="", step="weight.sub_(group['lr'] * weight.grad / weight.grad.norm())", returned="Descent()"

@@ -36,6 +36,7 @@ from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.yaml_files import UNREADABLE, check_yaml
 from gpt_pretrain.launch.run_dir import check_run_lock
 from gpt_pretrain.report.metrics_file import Metrics, load_records, metrics_path
+from gpt_pretrain.report.records import DONE
 from gpt_pretrain.report.summary import mean_tokens_per_s
 
 _FILES = "metrics.jsonl, a TensorBoard event file, or the output of Megatron-LM or torchtitan"
@@ -226,7 +227,7 @@ def _seconds_per_step(metrics: Metrics) -> list[float]:
 def _state(path: Path, metrics: Metrics) -> str:
     if metrics.summary is not None:
         reason = metrics.summary.end_reason
-        return "finished" if reason == "max_steps" else f"ended early: {reason}"
+        return "finished" if reason in DONE else f"ended early: {reason}"
     try:
         # A killed run leaves its lock, but no living process that holds it.
         check_run_lock(path.parent)

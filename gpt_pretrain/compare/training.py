@@ -38,6 +38,7 @@ from gpt_pretrain.config.source import Source
 from gpt_pretrain.launch.run_dir import run_lock
 from gpt_pretrain.report.console import print_line
 from gpt_pretrain.report.metrics_file import load_metrics, metrics_path
+from gpt_pretrain.report.records import DONE
 from gpt_pretrain.rules.check import config_problems, ranges
 
 # Folders of the runs, and of the task and output of each start.
@@ -67,7 +68,7 @@ class PlannedRun:
             return False
         metrics = load_metrics(self.run_dir)
         if metrics.summary is not None:
-            return metrics.summary.end_reason == "max_steps"
+            return metrics.summary.end_reason in DONE
         # A run that was killed after its last step would write no summary when started again either.
         return bool(metrics.train) and metrics.train[-1].step >= last_step(self.config)
 

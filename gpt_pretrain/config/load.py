@@ -16,7 +16,7 @@ from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseExce
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.convert import WrongValue, convert
-from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.errors import ConfigError, reason, show
 from gpt_pretrain.config.facts import NOT_TOLD
 from gpt_pretrain.config.files import ForeignFileError
 from gpt_pretrain.config.keys import (
@@ -88,7 +88,16 @@ def _read_section(
                 continue
             except WrongValue as wrong_value:
                 problems.append(f"{wrong_value} (in {origins[path]})" if path in origins else str(wrong_value))
-    return section(**values) if len(values) == len(fields(section)) else None, problems
+    if len(values) < len(fields(section)):
+        return None, problems
+    try:
+        return section(**values), problems
+    except Exception as error:
+        # Only that of an extension has code of its own, which checks its values.
+        if section not in own.SECTIONS.values():
+            raise
+        where = f"{section.__module__}.{section.__qualname__}"
+        return None, [*problems, f"{prefix.removesuffix('.')}: {where} does not take these values: {reason(error)}"]
 
 
 def _read_leaf(node: DictConfig, name: str, key: Key) -> Any:

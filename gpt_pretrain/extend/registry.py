@@ -14,7 +14,7 @@ from types import ModuleType
 from typing import Any
 
 from gpt_pretrain.config.choices import OpenChoice
-from gpt_pretrain.config.errors import RankError, RunError, UserError, reason
+from gpt_pretrain.config.errors import RankError, RunError, UserError, reason, show
 
 
 class ExtensionError(RankError):
@@ -136,6 +136,7 @@ def registering[F](
     value_of: Callable[[Any], Any] = lambda function: function,
 ) -> Callable[[F], F]:
     """The decorator that registers a function with these arguments, or a class with these methods, or `value_of` it."""
+    check_name(kind, name)
 
     def add(function: F) -> F:
         if isinstance(takes, str):
@@ -146,6 +147,13 @@ def registering[F](
         return function
 
     return add
+
+
+def check_name(kind: str, name: object) -> None:
+    """Refuses a decorator without parentheses, which gets what it decorates in the place of a name."""
+    if not isinstance(name, str):
+        written = getattr(name, "__name__", show(name))
+        raise UserError(f'@extend.{kind} has no name; write @extend.{kind}("NAME") above {written}')
 
 
 def check_call(kind: str, name: str, function: Any, arguments: str, *, written: str = "") -> None:

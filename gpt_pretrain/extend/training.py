@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.extend.registry import check_method, register, registering
+from gpt_pretrain.extend.registry import check_call, check_method, check_name, register, registering
 
 if TYPE_CHECKING:
     import torch
@@ -39,6 +39,9 @@ class Run:
     the process's first step. Every rank may call it or not."""
     read_grad_norm: Callable[[], float]
     """The same for the gradient's L2 norm over all parameters, before clipping."""
+    stop: Callable[[str], None]
+    """Ends the run after this step or the next one, with a checkpoint and exit code 0, as if it was done; takes the
+    reason, which rank 0 prints. One rank may call it, or all. Repeated, the command goes on from there."""
     checkpoint: Path | None = None
     """The newest checkpoint that this process has completed; in `save` the one just completed."""
     end_reason: str | None = None
@@ -117,11 +120,13 @@ def validation_task(name: str) -> Callable[[ValidationTask], ValidationTask]:
 
 def callback[C: type[Callback]](name: str) -> Callable[[C], C]:
     """Registers a subclass of `Callback`, as a decorator; `name` is for messages."""
+    check_name("callback", name)
 
     def add(cls: C) -> C:
         if not (isinstance(cls, type) and issubclass(cls, Callback)):
             raise UserError(f"callback {name!r}: {cls!r} is no subclass of gpt_pretrain.extend.Callback")
         _check_hooks(name, cls)
+        check_call("callback", name, cls, "", written="__init__(self)")
         register("callback", name, cls, cls.__module__)
         return cls
 

@@ -94,8 +94,22 @@ def check_own_optimizer(config: Config) -> None:
         stepped.step()
         if not torch.equal(fresh, zeroed):
             problem = "its first step is another one from states of zeros, which is how a run makes them"
+    if problem is None and not _steps_are_those_of_a_resume(registered, config):
+        problem = (
+            "made anew, with the states that checkpoints keep, its second step is another one: it keeps something "
+            "outside of optimizer.state, such as a counter in an attribute; keep that in a state, which `states` names"
+        )
     if problem is None and registered.value.has_distributed_form:
         problem = _elementwise_problem(registered, config)
+    if problem is None:
+        halved, changed = _trial(registered, config)
+        halved._inner.param_groups[0]["lr"] = group["lr"] / 2
+        halved._inner.step()
+        if torch.equal(fresh, changed):
+            problem = (
+                "its step is the same with half the learning rate; read it from each parameter group, group['lr'], "
+                "where the schedule writes it"
+            )
     if problem is not None:
         raise UserError(f"{registered}: {problem}")
 
@@ -140,12 +154,26 @@ def _elementwise_problem(registered: Registered, config: Config) -> str | None:
     return None
 
 
-def _two_steps(registered: Registered, config: Config, cut: Cut) -> list[dict[str, torch.Tensor]]:
-    """Values and states of the parts of a matrix after two steps."""
+def _steps_are_those_of_a_resume(registered: Registered, config: Config) -> bool:
+    """Whether two steps are the same if a new object takes the second one."""
+    (uncut,), (resumed,) = (
+        _two_steps(registered, config, lambda matrix: [matrix], anew=anew) for anew in (False, True)
+    )
+    return all(torch.equal(uncut[name], resumed[name]) for name in uncut)
+
+
+def _two_steps(
+    registered: Registered, config: Config, cut: Cut, *, anew: bool = False
+) -> list[dict[str, torch.Tensor]]:
+    """Values and states of the parts of a matrix after two steps; `anew`, a new object takes the second one."""
     parameters = [torch.nn.Parameter(part.clone()) for part in cut(_numbers(0.5, 1))]
     optimizer = build_own(registered, config, [{"params": parameters}])
     _zero_states(optimizer)
-    for gradient in (_numbers(-1, 2), _numbers(-3, 0.5).flip(0, 1)):
+    for number, gradient in enumerate((_numbers(-1, 2), _numbers(-3, 0.5).flip(0, 1))):
+        if anew and number:
+            states, found_inf = optimizer.state, optimizer.found_inf
+            optimizer = build_own(registered, config, [{"params": parameters}])
+            optimizer.state, optimizer.found_inf = states, found_inf
         for parameter, part in zip(parameters, cut(gradient), strict=True):
             parameter.grad = part.clone()
         optimizer.step()

@@ -9,14 +9,18 @@ Numbers that are not finite are written as strings (`config.json_objects`). Read
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.mixtures import ConsumedSource
 
-EndReason = Literal["max_steps", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"]
+EndReason = Literal[
+    "max_steps", "callback", "max_time", "interrupted", "terminated", "warned", "not_finite", "loss_spike"
+]
+DONE: Set[EndReason] = {"max_steps", "callback"}
+"""The run has trained as long as it was to."""
 """Why a run ended: all steps done, the time used up, Ctrl-C, SIGTERM or SIGHUP, SIGUSR1 (Slurm's warning), too many
 consecutive steps whose loss or gradient was not finite, or more loss spikes than rewinds allowed. A run that fails in
 another way leaves no summary."""
@@ -385,8 +389,8 @@ class SummaryRecord(Record):
     consumed_tokens: int
     """Training tokens seen."""
     end_reason: EndReason
-    """Why it ended: max_steps, max_time, interrupted (Ctrl-C), terminated (SIGTERM, SIGHUP), warned (SIGUSR1),
-    not_finite, loss_spike."""
+    """Why it ended: max_steps, callback (an extension's), max_time, interrupted (Ctrl-C), terminated (SIGTERM,
+    SIGHUP), warned (SIGUSR1), not_finite, loss_spike."""
     exit_code: int | None
     """Exit code of the process: 0 done, 75 start it again for the remaining steps, 130 Ctrl-C, 1 given up."""
     skipped_steps: int | None

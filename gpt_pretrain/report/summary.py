@@ -11,6 +11,7 @@ from gpt_pretrain.report.records import EndReason, SummaryRecord
 
 _END_REASONS: dict[EndReason, str] = {
     "max_steps": "all steps done",
+    "callback": "stopped by a callback",
     "max_time": "stopped: trainer.max_time is used up",
     "interrupted": "stopped by Ctrl-C",
     "terminated": "stopped by SIGTERM or SIGHUP",

@@ -4,6 +4,7 @@ Each call counts as progress for the watchdog, whose limit for a step does not h
 a step is part of the step's time, because it is part of what the run costs.
 """
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -46,6 +47,8 @@ class _Metrics(dict[str, float]):
     def __missing__(self, name: str) -> float:
         what, key, every = self._intervals.get(name.partition("/")[0], self._intervals["train"])
         nearest = did_you_mean(nearest_name(name, list(self)))
+        if "/" not in name:
+            nearest += "; names begin with train/ or validation/"
         raise _NotLoggedError(
             f"run.metrics[{name!r}] is not known at step {self.step}: {what} every {every} steps ({key}){nearest}"
         )
@@ -93,7 +96,11 @@ class Callbacks:
             metrics=self._metrics,
             read_loss=read_loss,
             read_grad_norm=read_grad_norm,
+            stop=self._stop,
         )
+        self._calling: Registered | None = None
+        self.asks_to_stop = False
+        """Whether one has ended the run, on this rank."""
 
     def logged(self, record: Record) -> None:
         """Keeps the numbers of a record for the calls that follow."""
@@ -130,6 +137,11 @@ class Callbacks:
         self._run.end_reason = reason
         self._call("end", lambda callback, run: callback.end(run))
 
+    def _stop(self, reason: str) -> None:
+        if not self.asks_to_stop and self._run.rank == 0:
+            print(f"stopping: {self._calling}: {reason}", file=sys.stderr)
+        self.asks_to_stop = True
+
     def _at(self, step: int) -> None:
         self._run.step = self._metrics.step = step
 
@@ -142,6 +154,7 @@ class Callbacks:
             gathered = nullcontext() if hook == "after_step" else self._model.gathered_parameters()
             # A copy: what one callback does to it does not reach the next one.
             run = replace(self._run)
+            self._calling = each
             if hook == "after_step" and shards_weights(self._run.config.model):
                 run.model = _NoWholeWeights()
             with self._watchdog.busy(f"{hook} of {each}"), gathered, each.named(hook):

@@ -34,7 +34,7 @@ from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.report.records import EndReason, Record
+from gpt_pretrain.report.records import DONE, EndReason, Record
 from gpt_pretrain.report.sinks import ExtensionSink, MetricsSinks
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
@@ -129,7 +129,7 @@ def _train(
         if console is not None:
             console.stop_live()
         with watchdog.busy("writing the text sample"):
-            sample = write_sample(config, setup.corpus, setup.trainable.model) if reason == "max_steps" else None
+            sample = write_sample(config, setup.corpus, setup.trainable.model) if reason in DONE else None
         if console is not None:
             if (problem := place_problem()) is not None:
                 # Its log is elsewhere.

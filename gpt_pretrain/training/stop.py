@@ -33,6 +33,7 @@ from gpt_pretrain.report.records import EndReason, LossSpikeRecord, Record, Skip
 
 EXIT_CODES: Mapping[EndReason, int] = {
     "max_steps": 0,
+    "callback": 0,
     "max_time": REQUEUE,
     "terminated": REQUEUE,
     "warned": REQUEUE,
@@ -41,7 +42,7 @@ EXIT_CODES: Mapping[EndReason, int] = {
     "loss_spike": 1,
 }
 # If ranks disagree, the last of these counts.
-_REASONS: tuple[EndReason | None, ...] = (None, "max_time", "interrupted", "warned", "terminated")
+_REASONS: tuple[EndReason | None, ...] = (None, "max_time", "callback", "interrupted", "warned", "terminated")
 _SIGNALS: Mapping[int, EndReason] = {
     signal.SIGINT: "interrupted",
     signal.SIGTERM: "terminated",
@@ -74,6 +75,7 @@ class StopRequest:
         self.save_is_due = False
         """Whether it is time to save, the same on all ranks; `poll` sets it, `saved` clears it."""
         self._signalled: EndReason | None = None
+        self._asked_by_callback = False
         self._announces = torch.distributed.get_rank() == 0
         self._several_ranks = torch.distributed.get_world_size() > 1
         self._group = torch.distributed.new_group(backend="gloo") if self._several_ranks else None
@@ -105,7 +107,13 @@ class StopRequest:
                 os.write(2, b"\nstopping after this step\n")
         self._signalled = self._signalled or _SIGNALS[number]
 
+    def ask(self) -> None:
+        """A callback asks this rank to stop."""
+        self._asked_by_callback = True
+
     def _own_reason(self) -> EndReason | None:
+        if self._signalled is None and self._asked_by_callback:
+            return "callback"
         if self._signalled is None and self._deadline is not None and time.monotonic() >= self._deadline:
             return "max_time"
         return self._signalled

@@ -178,6 +178,8 @@ class Trainer:
                 self.save(by_clock=not by_steps)
                 stop.saved()
             self._callbacks.after_step(self.progress.step)
+            if self._callbacks.asks_to_stop:
+                stop.ask()
             if self._after_step is not None:
                 self._after_step(self.progress.step, result)
             reason = stop.poll()
