@@ -16,12 +16,14 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
+from omegaconf import OmegaConf
 from torch.distributed.checkpoint import FileSystemReader, load
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
 from gpt_pretrain.checkpoint.state import RANDOM_STATES
+from gpt_pretrain.config.load import config_to_dict, read_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
 from gpt_pretrain.data.corpus import prepare_corpus
@@ -159,11 +161,15 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
 def write_configs(folder: Path) -> None:
     """Composes the configurations once for all ranks, which takes each of them longer than to load a checkpoint."""
     for layout, (_, overrides) in {**LAYOUTS, **OTHERS}.items():
-        (folder / f"{layout}.config").write_bytes(pickle.dumps(compose_quickly([*TINY, *_RUN, *overrides])))
+        values = config_to_dict(compose_quickly([*TINY, *_RUN, *overrides]))
+        (folder / f"{layout}.config").write_bytes(pickle.dumps(values))
 
 
 def config_of(layout: str, folder: Path) -> Config:
-    return pickle.loads((folder / f"{layout}.config").read_bytes())
+    values = pickle.loads((folder / f"{layout}.config").read_bytes())
+    config, problems = read_config(OmegaConf.create(values))
+    assert config is not None, problems
+    return config
 
 
 @dataclass
