@@ -314,6 +314,7 @@ def test_config_path_replaces_conf(my_conf):
         "checkpoint",
         "logging",
         "sample",
+        "evaluation",
         "plan",
         "benchmark",
         "compare",

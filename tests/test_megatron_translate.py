@@ -20,7 +20,7 @@ from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.config.schema import Config
-from gpt_pretrain.features.registry import KERNELS
+from gpt_pretrain.features.registry import own_kernels
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
 from gpt_pretrain.rules.jobs import load_config
@@ -492,7 +492,7 @@ ELSEWHERE = {
         "model.rope_scaling_factor",
         "model.share_embeddings_and_output_weights",
     ),
-    "features": ("model.compile", *(f"model.{feature.key}" for feature in KERNELS if not feature.core_field)),
+    "features": ("model.compile", *(f"model.{feature.key}" for feature in own_kernels() if not feature.core_field)),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",
@@ -516,6 +516,7 @@ ELSEWHERE = {
         "model.data.num_workers",
         "model.tokenizer.library",
         "model.tokenizer.model",
+        "model.tokenizer.eod_token",
         "model.tokenizer.vocab_size",
     ),
     # What these two plan for and measure; training reads none of it.
@@ -607,7 +608,7 @@ def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> 
     path = Path(gpt_pretrain.__file__).parent / place
     nodes = [
         node
-        for file in ([path] if path.is_file() else path.glob("*.py"))
+        for file in ([path] if path.is_file() else path.rglob("*.py"))
         for node in ast.walk(ast.parse(file.read_text()))
     ]
     named = {node.attr for node in nodes if isinstance(node, ast.Attribute)}

@@ -45,11 +45,17 @@ def logging_config(*, tensorboard=True, wandb=False):
     )
 
 
+def wait_for_another_second():
+    """TensorBoard reads a directory's files in the order of their names: second, process, number in the process.
+
+    The tenth file of a process sorts before the ninth of the same second.
+    """
+    time.sleep(1 - time.time() % 1)
+
+
 def run(run_dir, start_step, losses, **choices):
     if (run_dir / "tensorboard").exists():
-        # TensorBoard reads a directory's files in the order of their names: second, process, number in the process as
-        # text. The tenth file of a process sorts before the ninth of the same second.
-        time.sleep(1 - time.time() % 1)
+        wait_for_another_second()
     with MetricsSinks(run_dir, logging_config(**choices), "test", start_step=start_step) as sinks:
         for step, loss in losses.items():
             sinks.write(train_record(step, loss))
@@ -199,6 +205,7 @@ def full_beyond(num_bytes):
 
 def test_every_sink_is_closed_where_one_of_them_cannot_be(tmp_path):
     run(tmp_path, 0, dict.fromkeys(range(40), 4.0))
+    wait_for_another_second()
     threads = threading.active_count()
     # Room for a start, and not for a record of training; TensorBoard begins a file of its own.
     with full_beyond(metrics_path(tmp_path).stat().st_size + 200):
