@@ -30,7 +30,7 @@ from gpt_pretrain.translate.megatron_arguments import megatron_parser
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import hostile_pickles
 from tests.megatron_checkpoints import EXPERTS, LLAMA, MODELS, NEMO, load_gpt, logits_of, save_gpt
-from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config
+from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config, weights_in
 
 TOKENS = torch.arange(64).view(2, 32) * 3 % 250
 LLAMA_KEYS = (
@@ -81,12 +81,6 @@ def import_model(path, out, *overrides):
 
 def export_model(path, out):
     assert export_main([f"checkpoint={path}", f"out={out}", "format=megatron"]) == 0
-
-
-def weights_in(path):
-    """All tensors of a checkpoint of ours."""
-    tensors = CheckpointTensors(path)
-    return {key: tensors.read(key) for key in tensors}
 
 
 def assert_same(path, other):
