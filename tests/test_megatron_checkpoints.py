@@ -255,7 +255,7 @@ def test_arguments_of_each_family_mean_the_same_model(family):
     assert {key: written(fields[key][0]) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe", "smollm3"])
 def test_megatron_lm_builds_the_model_from_what_is_exported_and_printed(family, tmp_path, capsys):
     config = small_config(*FAMILIES[family])
     export_model(save(tmp_path, config, build_trainable(config), {}), tmp_path / "there")
