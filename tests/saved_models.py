@@ -9,6 +9,7 @@ import torch
 
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
+from gpt_pretrain.checkpoint.saved_model import CheckpointTensors
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, train_bpe
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
@@ -54,6 +55,30 @@ FAMILIES = {
     ),
     "mistral": ("model=mistral_7b", *GROUPED),
     "qwen2": ("model=qwen2_5_7b", *GROUPED),
+    "smollm3": ("model=smollm3_3b", *GROUPED, "model.num_layers=4", "model.no_rope_freq=2"),
+    "smollm3, biases everywhere, wide heads": (
+        "model=smollm3_3b",
+        *GROUPED,
+        "model.num_layers=4",
+        "model.bias=true",
+        "model.kv_channels=24",
+    ),
+    "starcoder2": ("model=gpt2_124m", "model.position_embedding_type=rope", *GROUPED),
+    "starcoder2, exact gelu, no biases, untied": (
+        "model=gpt2_124m",
+        "model.position_embedding_type=rope",
+        *GROUPED,
+        "model.activation=gelu",
+        "model.bias=false",
+        "model.share_embeddings_and_output_weights=false",
+    ),
+    "gpt_neox": (
+        "model=gpt2_124m",
+        "model.position_embedding_type=rope",
+        "model.rotary_percentage=0.5",
+        "model.activation=gelu",
+        "model.share_embeddings_and_output_weights=false",
+    ),
     "mixtral": ("model=mixtral_8x7b", *GROUPED, "model.num_moe_experts=4"),
     "qwen3_moe": (
         "model=qwen3_30b_a3b",
@@ -162,6 +187,12 @@ def save(directory: Path, config: Config, trainable: Trainable, data: Mapping[st
         (outcome,) = saver.save(progress)
     assert outcome.problem is None
     return outcome.path
+
+
+def weights_in(path: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint."""
+    tensors = CheckpointTensors(path)
+    return {key: tensors.read(key) for key in tensors}
 
 
 def small_tokenizer() -> Tokenizer:

@@ -18,7 +18,13 @@ from gpt_pretrain.checkpoint.load import (
     verify_checkpoint,
 )
 from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
-from gpt_pretrain.checkpoint.state import describe_fp8_state, keeps_fp8_state, take_extra_states
+from gpt_pretrain.checkpoint.state import (
+    describe_fp8_state,
+    describe_weights,
+    differences,
+    keeps_fp8_state,
+    take_extra_states,
+)
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
@@ -259,6 +265,12 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
         manifest = dataclasses.replace(read_manifest(path), architecture=described)
         with pytest.raises(UserError, match=r"this model has 21 more tensors \(decoder\.final_layernorm\.bias, "):
             load_checkpoint(VerifiedCheckpoint(path=path, manifest=manifest), training.trainable, training.config, DATA)
+
+
+def test_layers_without_rope_make_another_model():
+    rotated, without = (describe_weights(load_config([*given]).model) for given in ((), ("model.no_rope_freq=4",)))
+    assert differences(without, rotated) == "model.no_rope_freq=4 (saved without it)"
+    assert differences(rotated, without) == "model.no_rope_freq=null (saved with 4)"
 
 
 def test_another_model_is_told_in_the_words_of_the_command_line(kept):

@@ -42,6 +42,9 @@ RULES = [
     ),
     Refused("model.tensor_model_parallel_size=4", "model.num_query_groups=2 model.tensor_model_parallel_size=4"),
     Refused("model.num_query_groups=1 parallelism=tp2_sp", f"model.num_query_groups=1 {TP2}"),
+    Refused("model.no_rope_freq=3", "model.num_layers=4 model.no_rope_freq=3", legal="model.no_rope_freq=2"),
+    Refused("model.no_rope_freq=4 model.compile=true", "model.compile=true model.no_rope_freq=4"),
+    Refused("model.no_rope_freq=4 model.position_embedding_type=learned_absolute", "model.no_rope_freq=4"),
     Refused("model.kv_channels=33"),
     Refused("model.hidden_size=100"),
     Refused(

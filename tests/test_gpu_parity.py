@@ -26,6 +26,17 @@ SHAPE = {"width": 256, "head_width": 64, "inner_width": 512, "length": 64, "weig
 CASES = {
     "gpt2": gpt2("gpt2_124m", **SHAPE),
     "llama3": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, **SHAPE),
+    # Layers with and without rope.
+    "smollm3": llama(
+        "smollm3_3b",
+        "SmolLM3",
+        layers=4,
+        groups=2,
+        theta=5e6,
+        epsilon=1e-6,
+        overrides=["model.share_embeddings_and_output_weights=false"],
+        **SHAPE,
+    ),
 }
 TE_BF16 = ("model.transformer_engine=true", "trainer.precision=bf16")
 

@@ -14,7 +14,8 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.source import Source
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.features.resolve import detect_platform
-from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
+from gpt_pretrain.huggingface.architectures import Architecture
+from gpt_pretrain.huggingface.published_config import from_hf_config
 from gpt_pretrain.import_hf import main
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
@@ -22,8 +23,16 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
-from tests.saved_models import build_trainable, small_tokenizer
-from tests.transformers_reference import RESCALED_ROPE, build_reference, gpt2, llama, make_tokens, reference_logits
+from tests.saved_models import build_trainable, small_tokenizer, weights_in
+from tests.transformers_reference import (
+    RESCALED_ROPE,
+    Case,
+    build_reference,
+    gpt2,
+    llama,
+    make_tokens,
+    reference_logits,
+)
 
 # By the class that publishes them, and what is special; 250 tokens are padded to 256 rows.
 CASES = {
@@ -47,6 +56,28 @@ CASES = {
             "moe_intermediate_size": 48,
             "norm_topk_prob": True,
         },
+    ),
+    "smollm3": llama(
+        "smollm3_3b", "SmolLM3", groups=2, theta=2e6, epsilon=1e-6, head_width=24, experts={"no_rope_layer_interval": 2}
+    ),
+    "starcoder2": Case(
+        preset="gpt2_124m",
+        architecture="Starcoder2",
+        published={"hidden_act": "gelu_pytorch_tanh", "norm_epsilon": 1e-5, "tie_word_embeddings": False},
+        groups=2,
+        vocab_size=250,
+    ),
+    "starcoder2, no biases": Case(
+        preset="gpt2_124m",
+        architecture="Starcoder2",
+        published={"hidden_act": "gelu", "use_bias": False, "tie_word_embeddings": False},
+        groups=2,
+    ),
+    "gpt_neox": Case(
+        preset="gpt2_124m",
+        architecture="GPTNeoX",
+        published={"use_parallel_residual": False, "rotary_emb_base": 2e4, "rotary_pct": 0.25},
+        vocab_size=250,
     ),
     "llama, rescaled rope": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
 }
@@ -147,6 +178,29 @@ def test_training_goes_on_with_its_weights_and_its_tokenizer(published, tmp_path
     assert abs(metrics.train[0].loss - math.log(384)) > 0.5
 
 
+@pytest.mark.parametrize("name", ["smollm3", "starcoder2", "gpt_neox"])
+def test_what_has_trained_on_goes_out_again(name, published, tmp_path):
+    import_model(published / name, tmp_path / "start")
+    arguments = ["--config-dir", str(tmp_path / "start"), "experiment=imported", f"run_dir={tmp_path / 'run'}"]
+    short = ["data=mock", "trainer.max_steps=1", "trainer.limit_val_batches=0", "logging.tensorboard=false"]
+    done = fork_ranks(1, ["-m", "gpt_pretrain", *arguments, *short, "model.optim.lr=1e-3", *SMALL_BATCH], timeout_s=120)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    asked = ["dtype=fp32", f"architecture={name}"]
+    assert export_main([f"checkpoint={checkpoint}", f"out={tmp_path / 'back'}", *asked]) == 0
+    import_model(tmp_path / "back", tmp_path / "again")
+    before, after = weights_in(tmp_path / "start"), weights_in(tmp_path / "again")
+    trained = weights_in(checkpoint)
+    assert before.keys() == after.keys() == trained.keys()
+    tokens = CASES[name].vocab_size
+    for key, tensor in after.items():
+        # The rows that pad the vocabulary do not go out.
+        rows = slice(tokens) if tensor.size(0) > tokens else slice(None)
+        assert torch.equal(tensor[rows], trained[key][rows]), key
+    key = "decoder.layers.mlp.linear_fc2.weight"
+    assert not torch.equal(before[key], after[key])
+
+
 def test_gpt2_is_read_as_it_is_published(published, tmp_path):
     """Its files name no `transformer.`, and hold the causal masks."""
     source = load_file(published / "gpt2" / "model.safetensors")
@@ -241,6 +295,18 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 cannot be imported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be imported"),
         ("phi3", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers=[0, 1] cannot be imported: every n-th"),
+        ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1] cannot be imported: it has a number for each layer"),
+        (
+            "smollm3",
+            {"no_rope_layers": None, "no_rope_layer_interval": 4},
+            "model.num_layers=2 is not divisible by model.no_rope_freq=4",
+        ),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        ("starcoder2", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu' cannot be imported"),
+        ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=true cannot be imported"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias=false cannot be imported"),
         ("llama", {"hidden_act": "gelu"}, "hidden_act='gelu' cannot be imported"),
         ("llama", {"mlp_bias": True}, "mlp_bias=true cannot be imported"),
         ("llama", {"quantization_config": {"bits": 4}}, "cannot be imported: import the model's unquantized weights"),
@@ -255,7 +321,8 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         (
             "gpt2",
             {"model_type": "bert"},
-            "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2, qwen3, phi3, mixtral, qwen3_moe",
+            "model_type='bert' cannot be imported; known: gpt2, llama, mistral, qwen2, qwen3, phi3, mixtral, "
+            "qwen3_moe, smollm3, starcoder2, gpt_neox",
         ),
     ],
 )
@@ -273,6 +340,27 @@ def test_what_would_not_be_the_same_model_is_refused(  # noqa: PLR0917 - a table
     assert not (tmp_path / "ours").exists()
 
 
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("gemma3_text", "norms after"),
+        ("olmo2", "norms after"),
+        ("olmo3", "norms after"),
+        ("granite", "scales what each layer adds"),
+        ("qwen2_moe", "share"),
+        ("gpt_oss", "sinks"),
+        ("deepseek_v2", "latent attention"),
+        ("deepseek_v3", "latent attention"),
+        ("phi", "same input"),
+    ],
+)
+def test_a_model_that_no_layer_here_computes_is_refused_by_name(model_type, why):
+    values = transformers.AutoConfig.for_model(model_type).to_dict()
+    told = read(values)
+    assert f"model_type='{model_type}' cannot be imported: it" in told
+    assert why in told
+
+
 def read(values):
     """The fields of a config.json, or why it is refused."""
     try:
@@ -285,6 +373,7 @@ def read(values):
 def test_a_field_that_is_left_out_means_what_transformers_takes_for_it(architecture):
     # A window and weights that do not add up are refused.
     whole = transformers.AutoConfig.for_model(architecture.name).to_dict() | {"norm_topk_prob": True}
+    whole |= {"use_parallel_residual": False}
     whole |= {"sliding_window": None} if "sliding_window" in whole else {}
     expected = read(whole)
     for name in whole.keys() - {"model_type"}:

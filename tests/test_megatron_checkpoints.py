@@ -30,7 +30,7 @@ from gpt_pretrain.translate.megatron_arguments import megatron_parser
 from tests.forked_runs import fork_ranks
 from tests.hostile_pickles import hostile_pickles
 from tests.megatron_checkpoints import EXPERTS, LLAMA, MODELS, NEMO, load_gpt, logits_of, save_gpt
-from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config
+from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config, weights_in
 
 TOKENS = torch.arange(64).view(2, 32) * 3 % 250
 LLAMA_KEYS = (
@@ -81,12 +81,6 @@ def import_model(path, out, *overrides):
 
 def export_model(path, out):
     assert export_main([f"checkpoint={path}", f"out={out}", "format=megatron"]) == 0
-
-
-def weights_in(path):
-    """All tensors of a checkpoint of ours."""
-    tensors = CheckpointTensors(path)
-    return {key: tensors.read(key) for key in tensors}
 
 
 def assert_same(path, other):
@@ -261,7 +255,7 @@ def test_arguments_of_each_family_mean_the_same_model(family):
     assert {key: written(fields[key][0]) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe", "smollm3"])
 def test_megatron_lm_builds_the_model_from_what_is_exported_and_printed(family, tmp_path, capsys):
     config = small_config(*FAMILIES[family])
     export_model(save(tmp_path, config, build_trainable(config), {}), tmp_path / "there")

@@ -66,6 +66,10 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
             "model.apply_rope_fusion=false",
         ),
         (
+            ("model.no_rope_freq=4",),
+            "model.no_rope_freq=4",
+        ),
+        (
             ("model.cuda_graph_impl=local",),
             "model.cuda_graph_impl=local",
         ),

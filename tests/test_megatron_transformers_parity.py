@@ -41,6 +41,15 @@ CASES = {
         "mistral_nemo_12b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=8, overrides=[f"{WIDTH}=8"]
     ),
     "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24, overrides=[f"{WIDTH}=24"]),
+    "smollm3": llama(
+        "smollm3_3b",
+        "SmolLM3",
+        layers=4,
+        groups=2,
+        theta=5e6,
+        epsilon=1e-6,
+        overrides=["model.share_embeddings_and_output_weights=false"],
+    ),
     "phi4": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5),
     "phi3_partial_rotation": llama(
         "phi4",
@@ -103,6 +112,8 @@ def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax() -> None:
         ("qwen2_5", "model.layernorm_epsilon=1.0e-5"),
         ("mistral", "model.rotary_base=10000"),
         ("llama3_1", "model.rope_scaling_factor=null"),
+        ("smollm3", "model.no_rope_freq=2"),
+        ("smollm3", "model.no_rope_freq=null"),
         ("phi3_partial_rotation", "model.rotary_percentage=1.0"),
     ],
 )
@@ -114,7 +125,7 @@ def test_comparison_sees_a_setting_that_differs(name: str, override: str) -> Non
     assert difference.abs().max() > 5 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "smollm3"])
 def test_training_follows_transformers_and_torch(name: str) -> None:
     """Backward pass, clipping, Adam and the groups without weight decay, against code that shares none of ours."""
     case = CASES[name]

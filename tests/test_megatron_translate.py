@@ -141,6 +141,7 @@ ROWS = [
     ),
     Row(override="model.bias=true", transformer={"add_bias_linear": True}),
     Row(override="model.qkv_bias=true", transformer={"add_qkv_bias": True}),
+    Row(override="model.no_rope_freq=4", transformer={"no_rope_freq": [0, 0, 0, 1] * 8}),
     Row(override="model.qk_layernorm=true", transformer={"qk_layernorm": True}),
     Row(
         override="model.init_method_std=0.01",

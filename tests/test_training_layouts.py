@@ -73,6 +73,8 @@ def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, on
         pytest.param(["model.data.eod_mask_loss=true"], ("pp2", "dp"), id="masked loss"),
         # Each rank normalises the queries and keys of its own heads with weights that all share.
         pytest.param(["model.qk_layernorm=true"], ("tp2", "tp2_sp"), id="norms of queries and keys"),
+        # A stage counts its layers among all.
+        pytest.param(["model.no_rope_freq=4"], ("pp2",), id="layers without rope"),
     ],
 )
 def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path, cache_dir):

@@ -212,6 +212,8 @@ def test_recipes_of_fp8(capsys, words, preset, keys):
         ("--disable-bias-linear --add-qkv-bias", {"bias": False, "qkv_bias": True, "activation": "gelu"}),
         ("--group-query-attention --num-query-groups 4", {"num_query_groups": 4}),
         ("--use-rotary-position-embeddings --use-rope-scaling", {"rope_scaling_factor": 8.0}),
+        ("--use-rotary-position-embeddings --no-rope-freq 4", {"no_rope_freq": 4}),
+        ("--use-rotary-position-embeddings --no-rope-freq ([0]*1+[1]*1)*6", {"no_rope_freq": 2}),
         ("--recompute-activations", {"activations_checkpoint_granularity": "selective"}),
         ("--norm-epsilon 1e-6", {"layernorm_epsilon": 1e-6}),
         ("--layernorm-epsilon 1e-6", {"layernorm_epsilon": 1e-6}),

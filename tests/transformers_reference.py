@@ -127,18 +127,19 @@ def build_reference(case: Case) -> torch.nn.Module:
             )
         )
     else:
+        is_neox = case.architecture == "GPTNeoX"
         config = getattr(transformers, f"{case.architecture}Config")(
             num_hidden_layers=case.layers,
             hidden_size=case.width,
             intermediate_size=case.inner_width,
             num_attention_heads=case.heads,
-            num_key_value_heads=case.groups,
-            head_dim=case.head_width,
             max_position_embeddings=case.length,
             **common,
+            # Its class has as many as heads, of one width.
+            **({} if is_neox else {"num_key_value_heads": case.groups, "head_dim": case.head_width}),
             **({"sliding_window": None} if case.architecture == "Mistral" else {}),
             # Its own default is beyond these vocabularies.
-            **({"pad_token_id": None} if case.architecture == "Phi3" else {}),
+            **({"pad_token_id": None} if case.architecture in ("Phi3", "SmolLM3") else {}),
         )
         reference = getattr(transformers, f"{case.architecture}ForCausalLM")(config)
     generator = torch.Generator().manual_seed(5)

@@ -86,7 +86,7 @@ _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
 _LAYER = "model.layer"
 # What keys mean in a model that does not state them, if the other one does.
-_UNSTATED = {_LAYER: LayerName.gpt.name, "model.use_mup": "false"}
+_UNSTATED = {_LAYER: LayerName.gpt.name, "model.use_mup": "false", "model.no_rope_freq": "null"}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -169,6 +169,8 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
     if model.use_mup:
         described |= _described(model, _MUP_KEYS)
+    if model.no_rope_freq is not None:
+        described |= _described(model, ["no_rope_freq"])
     if model.layer is not LayerName.gpt:
         # Checkpoints from before there was a choice do not name it.
         described[_LAYER] = model.layer.name

@@ -102,6 +102,8 @@ class ModelConfig:
         unread=[_WITH_SCALED_ROPE],
     )
     """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8); null: no stretching."""
+    no_rope_freq: int | None = _shape_key(minimum=1, largest=2**10, before=None, unread=[_WITH_SCALED_ROPE])
+    """Every how many layers one rotates nothing: 4 leaves rope out of layers 4, 8, … (SmolLM 3); null: all rotate."""
     normalization: Normalization = _shape_key()
     """layernorm or rmsnorm."""
     layernorm_epsilon: float = key(above=0, use="1e-5 or another", aliases=["rms_norm_eps"], core=["TransformerConfig"])

@@ -21,6 +21,7 @@ _EXCLUDED = {
     "its gradients were wrong where ranks split the sequence": "sequence_parallel=false",
     "experts get a different number of tokens in each step, and a graph has fixed shapes": "num_moe_experts",
     "not tested with recomputation": "activations_checkpoint_granularity=null",
+    "a graph would hold for a layer's number alone": "no_rope_freq=null",
     "layers of extensions are not tested": "layer=gpt",
     "not tested with sharded gradients": "data_parallel_sharding_strategy=null",
     "random numbers drawn in compiled layers are not tested": "hidden_dropout=0 attention_dropout=0",

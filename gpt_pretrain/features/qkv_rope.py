@@ -21,6 +21,7 @@ class QkvRope(FusedKernel):
         yield from self.needs(model, "there is nothing to rotate", position_embedding_type=PositionEmbedding.rope)
         if model.apply_rope_fusion is False:
             yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
+        yield from self.needs(model, "it rotates in every layer", no_rope_freq=None)
         why = "queries and keys are normalized between their projection and the rotation"
         yield from self.needs(model, why, qk_layernorm=False)
 

@@ -29,7 +29,8 @@ from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE
 from gpt_pretrain.features.mup import without_multipliers
-from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture, to_hf_config
+from gpt_pretrain.huggingface.architectures import Architecture, choose_architecture
+from gpt_pretrain.huggingface.config_json import to_hf_config
 from gpt_pretrain.huggingface.tensors import differences, tensor_rules
 from gpt_pretrain.launch.run_dir import nearest_existing
 

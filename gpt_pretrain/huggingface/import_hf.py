@@ -30,7 +30,7 @@ from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
 from gpt_pretrain.features.resolve import build_run_spec, detect_platform
-from gpt_pretrain.huggingface.architectures import Architecture, from_hf_config
+from gpt_pretrain.huggingface.architectures import Architecture
 from gpt_pretrain.huggingface.export import (
     INDEX,
     SINGLE,
@@ -39,6 +39,7 @@ from gpt_pretrain.huggingface.export import (
     check_new_directory,
     out_directory,
 )
+from gpt_pretrain.huggingface.published_config import from_hf_config
 from gpt_pretrain.huggingface.tensors import Rule, differences, tensor_rules
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.model import translate_transformer
@@ -52,7 +53,9 @@ _MAX_SAMPLE_LENGTH = 8192
 # What an imported model's experiment sets beside what describes its weights.
 BESIDE_WEIGHTS = ("make_vocab_size_divisible_by", "max_position_embeddings", "encoder_seq_length")
 # Published tensors that are not weights: masks and rope's frequencies.
-_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+_NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".rotary_emb.inv_freq")
+# Tied embeddings are one tensor, and some files hold it twice: as the LM head, too.
+_HEADS = ("lm_head.weight", "embed_out.weight")
 
 
 @contextmanager
@@ -175,8 +178,7 @@ def _check_tensors(source: Path, published: Mapping[str, Any], rules: Sequence[R
     The parts of what becomes one tensor, such as a matrix of all layers, must have one type.
     """
     expected = {name: tuple(part.shape) for rule in rules for name, part in rule.parts(torch.float32).items()}
-    # Tied embeddings are one tensor, and some files hold it twice.
-    needed = {name: tensor for name, tensor in published.items() if name in expected or name != "lm_head.weight"}
+    needed = {name: tensor for name, tensor in published.items() if name in expected or name not in _HEADS}
     problems = differences(expected, {name: tuple(tensor.get_shape()) for name, tensor in needed.items()})
     # For each tensor of ours, each type of its parts with the first part that has it.
     first_of_type: dict[str, dict[str, str]] = {}

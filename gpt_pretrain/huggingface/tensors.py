@@ -86,6 +86,35 @@ _EXPERT_HALVES = Conversion(
         [torch.cat([gate, up]) for gate, up in zip(tensors[::2], tensors[1::2], strict=True)]
     ),
 )
+# The embedding, the layers, the last norm and the LM head; other classes have those of Llama's.
+_OUTER_NAMES = {
+    Architecture.gpt2: ("transformer.wte", "transformer.h", "transformer.ln_f", "lm_head"),
+    Architecture.gpt_neox: ("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+}
+_LLAMA_NAMES = ("model.embed_tokens", "model.layers", "model.norm", "lm_head")
+_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_MLP_NORM = "post_attention_layernorm"
+# Of classes with LayerNorm: each linear layer's parts, and the norm before it.
+_PLAIN_NAMES: dict[Architecture, dict[str, tuple[tuple[str, ...], str | None]]] = {
+    Architecture.gpt2: {
+        "self_attention.linear_qkv": (("attn.c_attn",), "ln_1"),
+        "self_attention.linear_proj": (("attn.c_proj",), None),
+        "mlp.linear_fc1": (("mlp.c_fc",), "ln_2"),
+        "mlp.linear_fc2": (("mlp.c_proj",), None),
+    },
+    Architecture.gpt_neox: {
+        "self_attention.linear_qkv": (("attention.query_key_value",), "input_layernorm"),
+        "self_attention.linear_proj": (("attention.dense",), None),
+        "mlp.linear_fc1": (("mlp.dense_h_to_4h",), _MLP_NORM),
+        "mlp.linear_fc2": (("mlp.dense_4h_to_h",), None),
+    },
+    Architecture.starcoder2: {
+        "self_attention.linear_qkv": (_QKV, "input_layernorm"),
+        "self_attention.linear_proj": (("self_attn.o_proj",), None),
+        "mlp.linear_fc1": (("mlp.c_fc",), _MLP_NORM),
+        "mlp.linear_fc2": (("mlp.c_proj",), None),
+    },
+}
 # The prefix of a layer's router and experts, then an expert's gate, up and down projection.
 _EXPERT_NAMES = {
     Architecture.mixtral: ("block_sparse_moe", "w1", "w3", "w2"),
@@ -94,7 +123,10 @@ _EXPERT_NAMES = {
 
 
 def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
-    """Query, key and value: three tensors; in Phi-3's class one, in GPT-2's its transpose, all queries first."""
+    """Query, key and value: three tensors; in Phi-3's class one, in GPT-2's its transpose, all queries first.
+
+    GPT-NeoX's is ours: query, key and value of each head.
+    """
     groups, width = num_query_groups(model), kv_channels(model)
 
     def split(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -105,6 +137,8 @@ def _attention(model: ModelConfig, architecture: Architecture) -> Conversion:
     def join(tensors: Tensors) -> torch.Tensor:
         return torch.cat([part.unflatten(0, (groups, -1, width)) for part in tensors], dim=1).flatten(0, 2)
 
+    if architecture is Architecture.gpt_neox:
+        return _SAME
     if architecture is Architecture.gpt2:
         # [in, 3 · out]; biases are [3 · out].
         return Conversion(
@@ -141,11 +175,9 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
         to_hf=lambda tensor: [tensor[: model.vocab_size]],
         to_ours=partial(pad_vocabulary, num_rows=padded_vocab_size(model)),
     )
-    gpt2 = architecture is Architecture.gpt2
-    embedding, norm = ("transformer.wte", "transformer.ln_f") if gpt2 else ("model.embed_tokens", "model.norm")
-    attention = _attention(model, architecture)
-    layer_rules = _gpt2_layer(attention) if gpt2 else _llama_layer(model, architecture, attention)
-    prefix = "transformer.h" if gpt2 else "model.layers"
+    embedding, layers, norm, head = _OUTER_NAMES.get(architecture, _LLAMA_NAMES)
+    attention, plain = _attention(model, architecture), architecture in _PLAIN_NAMES
+    layer_rules = (_plain_layer if plain else _llama_layer)(model, architecture, attention)
     shapes = layer_shapes(model)
     hidden, embedded = model.hidden_size, (padded_vocab_size(model), model.hidden_size)
 
@@ -153,7 +185,7 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
         return Rule(key=key, layer=None, shape=shape, names=(name,), conversion=conversion)
 
     rules = [rule("embedding.word_embeddings.weight", f"{embedding}.weight", embedded, vocabulary)]
-    if gpt2:
+    if architecture is Architecture.gpt2:
         positions = (model.max_position_embeddings, hidden)
         rules.append(rule("embedding.position_embeddings.weight", "transformer.wpe.weight", positions))
     rules += [
@@ -161,16 +193,16 @@ def tensor_rules(model: ModelConfig, architecture: Architecture) -> list[Rule]:
             key=f"decoder.layers.{key}",
             layer=layer,
             shape=shapes[key],
-            names=tuple(f"{prefix}.{layer}.{name}" for name in names),
+            names=tuple(f"{layers}.{layer}.{name}" for name in names),
             conversion=conversion,
         )
         for layer in range(model.num_layers)
         for key, names, conversion in layer_rules
     ]
-    for part in ("weight", "bias")[: 1 + gpt2]:
+    for part in ("weight", "bias")[: 1 + plain]:
         rules.append(rule(f"decoder.final_layernorm.{part}", f"{norm}.{part}", (hidden,)))
     if not model.share_embeddings_and_output_weights:
-        rules.append(rule("output_layer.weight", "lm_head.weight", embedded, vocabulary))
+        rules.append(rule("output_layer.weight", f"{head}.weight", embedded, vocabulary))
     return rules
 
 
@@ -200,26 +232,23 @@ def layer_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _gpt2_layer(attention: Conversion) -> list[_LayerRule]:
-    return [
-        ("self_attention.linear_qkv.layer_norm_weight", ("ln_1.weight",), _SAME),
-        ("self_attention.linear_qkv.layer_norm_bias", ("ln_1.bias",), _SAME),
-        ("self_attention.linear_qkv.weight", ("attn.c_attn.weight",), attention),
-        ("self_attention.linear_qkv.bias", ("attn.c_attn.bias",), attention),
-        ("self_attention.linear_proj.weight", ("attn.c_proj.weight",), _TRANSPOSED),
-        ("self_attention.linear_proj.bias", ("attn.c_proj.bias",), _SAME),
-        ("mlp.linear_fc1.layer_norm_weight", ("ln_2.weight",), _SAME),
-        ("mlp.linear_fc1.layer_norm_bias", ("ln_2.bias",), _SAME),
-        ("mlp.linear_fc1.weight", ("mlp.c_fc.weight",), _TRANSPOSED),
-        ("mlp.linear_fc1.bias", ("mlp.c_fc.bias",), _SAME),
-        ("mlp.linear_fc2.weight", ("mlp.c_proj.weight",), _TRANSPOSED),
-        ("mlp.linear_fc2.bias", ("mlp.c_proj.bias",), _SAME),
-    ]
+def _plain_layer(model: ModelConfig, architecture: Architecture, attention: Conversion) -> list[_LayerRule]:
+    """A layer with LayerNorm, whose norms have biases, and an MLP without a gate."""
+    rules: list[_LayerRule] = []
+    for layer, (names, norm) in _PLAIN_NAMES[architecture].items():
+        matrix = _TRANSPOSED if architecture is Architecture.gpt2 else _SAME
+        conversion = attention if layer.endswith("linear_qkv") else matrix
+        if norm is not None:
+            rules += [(f"{layer}.layer_norm_{part}", (f"{norm}.{part}",), _SAME) for part in ("weight", "bias")]
+        # The transpose of a bias is the bias.
+        for part in ("weight", "bias")[: 1 + model.bias]:
+            rules.append((f"{layer}.{part}", tuple(f"{name}.{part}" for name in names), conversion))
+    return rules
 
 
 def _llama_layer(model: ModelConfig, architecture: Architecture, attention: Conversion) -> list[_LayerRule]:
     """A layer of Llama's family; Phi-3's joins query, key and value, and the halves of a gated MLP."""
-    projections: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    projections: tuple[str, ...] = _QKV
     gate: tuple[str, ...] = ("mlp.gate_proj", "mlp.up_proj")
     halves = _HALVES
     if architecture is Architecture.phi3:
@@ -233,7 +262,7 @@ def _llama_layer(model: ModelConfig, architecture: Architecture, attention: Conv
         rules += _experts(model.num_moe_experts, architecture)
     else:
         rules += [
-            ("mlp.linear_fc1.layer_norm_weight", ("post_attention_layernorm.weight",), _SAME),
+            ("mlp.linear_fc1.layer_norm_weight", (f"{_MLP_NORM}.weight",), _SAME),
             ("mlp.linear_fc1.weight", tuple(f"{name}.weight" for name in gate), halves),
             ("mlp.linear_fc2.weight", ("mlp.down_proj.weight",), _SAME),
         ]
@@ -256,7 +285,7 @@ def _experts(num_experts: int, architecture: Architecture) -> list[_LayerRule]:
     experts = [f"{block}.experts.{expert}" for expert in range(num_experts)]
     halves = tuple(f"{expert}.{name}.weight" for expert in experts for name in (gate, up))
     return [
-        ("pre_mlp_layernorm.weight", ("post_attention_layernorm.weight",), _SAME),
+        ("pre_mlp_layernorm.weight", (f"{_MLP_NORM}.weight",), _SAME),
         ("mlp.router.weight", (f"{block}.gate.weight",), _SAME),
         ("mlp.experts.experts.linear_fc1.weight", halves, _EXPERT_HALVES),
         ("mlp.experts.experts.linear_fc2.weight", tuple(f"{expert}.{down}.weight" for expert in experts), _EXPERTS),

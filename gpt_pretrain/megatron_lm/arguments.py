@@ -70,7 +70,8 @@ def fields_of(arguments: Mapping[str, Any], origin: str) -> dict[str, tuple[Any,
 
 def _described() -> set[str]:
     """The names of all keys that describe a model's weights."""
-    experts = load_config(["model=mixtral_8x7b", "model.position_embedding_type=learned_absolute"])
+    keys = ["position_embedding_type=learned_absolute", "no_rope_freq=1"]
+    experts = load_config(["model=mixtral_8x7b", *(f"model.{key}" for key in keys)])
     return {*describe_weights(experts.model), *(f"model.{name}" for name in BESIDE_WEIGHTS)}
 
 
@@ -133,6 +134,7 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
         "rotary_percent": model.rotary_percentage,
         "use_rope_scaling": factor is not None,
         "rope_scaling_factor": factor or 8.0,
+        "no_rope_freq": model.no_rope_freq,
         "normalization": _NORMS[model.normalization],
         "layernorm_epsilon": model.layernorm_epsilon,
         "swiglu": model.activation is Activation.swiglu,
@@ -174,6 +176,8 @@ def options_beside(model: ModelConfig) -> list[str]:
         options.append("--qk-layernorm")
     if model.rope_scaling_factor is not None:
         options += ["--use-rope-scaling", "--rope-scaling-factor", show(model.rope_scaling_factor)]
+    if model.no_rope_freq is not None:
+        options += ["--no-rope-freq", show(model.no_rope_freq)]
     if model.activation is Activation.gelu:
         # Fused with the bias it would be the tanh form.
         options.append("--no-bias-gelu-fusion")

@@ -35,6 +35,10 @@ def positions(model: ModelConfig) -> Iterator[str]:
             f"model.max_position_embeddings={model.max_position_embeddings}; "
             f"use {model.max_position_embeddings} or less, or raise max_position_embeddings"
         )
+    freq = model.no_rope_freq
+    if freq is not None and model.num_layers % freq:
+        ways = f"model.no_rope_freq={one_of(divisors(model.num_layers))} or null"
+        yield indivisible(f"model.num_layers={model.num_layers}", f"model.no_rope_freq={freq}", ways)
     if model.apply_rope_fusion and model.position_embedding_type is not PositionEmbedding.rope:
         yield (
             "model.apply_rope_fusion=true has nothing to fuse: "

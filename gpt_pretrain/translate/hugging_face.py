@@ -5,6 +5,7 @@ from typing import Any
 
 from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row
 
+_QWEN3_SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 # The last part of a repository's name, in lower case.
 PRESETS: Mapping[str, str] = {
     "gpt2": "gpt2_124m",
@@ -20,10 +21,11 @@ PRESETS: Mapping[str, str] = {
     "mixtral-8x7b-v0.1": "mixtral_8x7b",
     "phi-4": "phi4",
     "qwen2.5-7b": "qwen2_5_7b",
-    "qwen3-8b": "qwen3_8b",
-    "qwen3-8b-base": "qwen3_8b",
+    **{f"qwen3-{size}{base}": f"qwen3_{size.replace('.', '_')}" for size in _QWEN3_SIZES for base in ("", "-base")},
     "qwen3-30b-a3b": "qwen3_30b_a3b",
     "qwen3-30b-a3b-base": "qwen3_30b_a3b",
+    "smollm3-3b": "smollm3_3b",
+    "smollm3-3b-base": "smollm3_3b",
 }
 
 

@@ -32,6 +32,16 @@ def _minutes(value: Any) -> str | None:
     return f"{value // 1440:02d}:{value // 60 % 24:02d}:{value % 60:02d}:00"
 
 
+def _interval(value: Any) -> int | None:
+    """Every how many layers one has no rope; the other program also takes a list of them."""
+    if value is None or isinstance(value, int):
+        return value
+    freq = value.index(1) + 1 if 1 in value else None
+    if [freq is not None and (layer + 1) % freq == 0 for layer in range(len(value))] != [bool(x) for x in value]:
+        raise Untranslatable("every n-th layer may be without rope")
+    return freq
+
+
 _OFF = {False: False}
 ROWS: Mapping[str, Row] = {
     # Layers
@@ -51,6 +61,7 @@ ROWS: Mapping[str, Row] = {
     "rotary_percent": Becomes("model.rotary_percentage"),
     "use_rope_scaling": TOGETHER,
     "rope_scaling_factor": TOGETHER,
+    "no_rope_freq": Becomes("model.no_rope_freq", _interval),
     "rotary_interleaved": NotHere("rope rotated neighbouring channels", ANOTHER_MODEL),
     "rotary_seq_len_interpolation_factor": NotHere("rope's positions were divided by it", ANOTHER_MODEL),
     "normalization": Becomes("model.normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}),
