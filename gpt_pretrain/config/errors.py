@@ -31,6 +31,10 @@ class ConfigError(UserError):
         super().__init__("\n".join(self.problems))
 
 
+class InterruptedReadError(UserError):
+    """A source that stopped answering: what was made of it so far stays, and the same command goes on."""
+
+
 class RunError(RuntimeError):
     """A failure that is no mistake of the user: printed without a traceback, exit code 1."""
 

@@ -20,7 +20,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Never, TextIO
 
-from gpt_pretrain.config.errors import ConfigError, UserError
+from gpt_pretrain.config.errors import ConfigError, InterruptedReadError, UserError
 
 # The index of a model with thousands of experts has a few MiB, a tokenizer.json up to 40.
 _LARGEST_BYTES = 256 * 1024 * 1024
@@ -175,8 +175,8 @@ def new_directory(path: Path, *, goes_on: bool = False) -> Iterator[Path]:
     """Creates a directory atomically: yields an unfinished one for its files, and renames it after the block.
 
     An error in the block removes it; leftovers of a killed process are removed first. With `goes_on` the block gets the
-    leftovers, and those of a signal stay. `path` must not exist or be an empty directory; one process at a time may
-    write it.
+    leftovers, and those of a signal or of an `InterruptedReadError` stay. `path` must not exist or be an empty
+    directory; one process at a time may write it.
 
     Raises:
         OSError: The disk cannot take it; nothing is left behind.
@@ -190,7 +190,7 @@ def new_directory(path: Path, *, goes_on: bool = False) -> Iterator[Path]:
         fsync_tree(unfinished)
         publish_directory(unfinished, path)
     except BaseException as error:
-        if not (goes_on and isinstance(error, KeyboardInterrupt | SystemExit)):
+        if not (goes_on and isinstance(error, KeyboardInterrupt | SystemExit | InterruptedReadError)):
             shutil.rmtree(unfinished, ignore_errors=True)
         raise
 

@@ -20,6 +20,7 @@ from gpt_pretrain.config.derived import is_weight, weight_of
 from gpt_pretrain.config.errors import ConfigError, refusal
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.schema_data import DataConfig
+from gpt_pretrain.config.urls import url_problems
 
 _SUFFIX = re.compile(r"\.(((txt|jsonl)(\.(gz|zst|bz2))?)|parquet|arrow)$")
 _KEYS = ("data_prefix", "validation_prefix", "text_files")
@@ -125,6 +126,8 @@ def mixture_problems(data: DataConfig) -> Iterator[str]:
         entries = getattr(data, name)
         yield from entries_problems(f"model.data.{name}", entries)
         paths = [str(entry) for entry in entries if not is_weight(entry)]
+        for path in paths:
+            yield from url_problems(f"model.data.{name}", path)
         if has_own_sources(data, entries) and (twice := [path for path in paths if paths.count(path) > 1]):
             yield f"model.data.{name} names {twice[0]} twice; give it once, with one weight"
     ways = [f"model.data.temperature={data.temperature}"] if data.temperature is not None else []

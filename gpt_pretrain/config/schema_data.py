@@ -85,7 +85,8 @@ class DataConfig:
         identity="data",
         unread=[_with_data(DataImpl.mmap, instead="data=mmap, or leave data_prefix empty")],
     )
-    """data_impl=mmap: paths without .bin/.idx, or alternating weights and paths: [0.7,web,0.3,code]."""
+    """data_impl=mmap: paths or URLs (s3://, gs://, hf://, http://, https://) without .bin/.idx, or alternating weights
+    and paths: [0.7,web,0.3,code]."""
     validation_prefix: list[Any] = key(
         before=[],
         identity="data",
@@ -105,9 +106,10 @@ class DataConfig:
     text_files: list[str] = key(
         identity="data", unread=[_with_data(DataImpl.text, instead="data=text, or leave text_files empty")]
     )
-    """data_impl=text: files or glob patterns (.txt: one document per file; .jsonl, .parquet, .arrow: one per row; .txt
-    and .jsonl also with .gz, .zst or .bz2), folders of Hugging Face's save_to_disk (one document per row), or
-    alternating weights and patterns: [0.7,"web/*.jsonl",0.3,"code/*.parquet"]."""
+    """data_impl=text: files, glob patterns or URLs (s3://, gs://, hf://, http://, https://) of .txt (one document per
+    file), .jsonl, .parquet and .arrow (one per row; .txt and .jsonl also with .gz, .zst or .bz2), folders of Hugging
+    Face's save_to_disk (one document per row), or alternating weights and patterns:
+    [0.7,"web/*.jsonl",0.3,"code/*.parquet"]."""
     text_key: str = key(identity="data", unread=[_with_data(DataImpl.text)])
     """Field (.jsonl) or column (.parquet, .arrow) that holds the text; meta.text is the field text of meta."""
     temperature: float | None = key(

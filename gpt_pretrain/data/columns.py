@@ -4,13 +4,13 @@ A key names a column (`text`, also `meta.text` if it is called so) or, with dots
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 import pyarrow
 import pyarrow.ipc
 import pyarrow.parquet
 
 from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.data.remote import RemoteFile, SourceFile, size_of
 
 _BATCH_ROWS = 256
 _ARROW_FILE = b"ARROW1"
@@ -19,21 +19,21 @@ type Row = tuple[str | None, int]
 """Text of a row, and the bytes of the file that stand for it; a null, or a field of a null, is None."""
 
 
-def read_parquet(path: Path, key: str) -> Iterator[Row]:
+def read_parquet(path: SourceFile, key: str) -> Iterator[Row]:
     """Rows of a .parquet file.
 
     Raises:
         UserError: It has no such column, or something else than text in it.
         OSError, pyarrow.ArrowException: It cannot be read.
     """
-    with pyarrow.parquet.ParquetFile(path) as file:
+    with pyarrow.parquet.ParquetFile(path.open("rb") if isinstance(path, RemoteFile) else path) as file:
         names = _find(path, file.schema_arrow, key)
-        num_row_bytes = path.stat().st_size // max(1, file.metadata.num_rows)
+        num_row_bytes = size_of(path) // max(1, file.metadata.num_rows)
         batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=[".".join(names)])
         yield from _rows(path, key, ((_column(batch, names), num_row_bytes) for batch in batches))
 
 
-def read_arrow(path: Path, key: str) -> Iterator[Row]:
+def read_arrow(path: SourceFile, key: str) -> Iterator[Row]:
     """Rows of a stream, as Hugging Face's `save_to_disk` writes it, or of a file of Arrow's other format, Feather.
 
     It raises what `read_parquet` does.
@@ -44,7 +44,8 @@ def read_arrow(path: Path, key: str) -> Iterator[Row]:
         batch.column(names[0]).validate(full=True)
         return _column(batch, names), batch.nbytes // max(1, len(batch))
 
-    with pyarrow.memory_map(str(path)) as file:
+    is_remote = isinstance(path, RemoteFile)
+    with pyarrow.PythonFile(path.open("rb"), "r") if is_remote else pyarrow.memory_map(str(path)) as file:
         is_stream = file.read(len(_ARROW_FILE)) != _ARROW_FILE
         file.seek(0)
         reader = pyarrow.ipc.open_stream(file) if is_stream else pyarrow.ipc.open_file(file)
@@ -53,7 +54,7 @@ def read_arrow(path: Path, key: str) -> Iterator[Row]:
         yield from _rows(path, key, map(checked, batches))
 
 
-def _find(path: Path, schema: pyarrow.Schema, key: str) -> list[str]:
+def _find(path: SourceFile, schema: pyarrow.Schema, key: str) -> list[str]:
     """Names of the column and of the fields in it, from the outside."""
     found = _names(list(schema), key)
     if found is None:
@@ -87,7 +88,7 @@ def _column(batch: pyarrow.RecordBatch, names: list[str]) -> pyarrow.Array:
     return column
 
 
-def _rows(path: Path, key: str, columns: Iterable[tuple[pyarrow.Array, int]]) -> Iterator[Row]:
+def _rows(path: SourceFile, key: str, columns: Iterable[tuple[pyarrow.Array, int]]) -> Iterator[Row]:
     row = 0
     for column, num_row_bytes in columns:
         for value in column:

@@ -15,8 +15,10 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import expand_user
 from gpt_pretrain.config.mixtures import Stage, has_own_sources, read_entries, read_stages, source_names
 from gpt_pretrain.config.schema import Config, DataConfig
+from gpt_pretrain.config.urls import scheme_of
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint
 from gpt_pretrain.data.mixtures import Mixture, Source, by_size
+from gpt_pretrain.data.remote import local_prefixes
 from gpt_pretrain.data.sources import open_source
 from gpt_pretrain.data.token_files import (
     SplitSize,
@@ -98,7 +100,7 @@ def _read_list(data: DataConfig, key: str | None) -> _Named:
     entries: Sequence[Any] = getattr(data, key) if key else ()
     paths, weights = read_entries(entries, f"model.data.{key}")
     if data.data_impl is DataImpl.mmap:
-        paths = [str(expand_user(path, f"model.data.{key}").absolute()) for path in paths]
+        paths = [path if scheme_of(path) else str(expand_user(path, f"model.data.{key}").absolute()) for path in paths]
     if not entries or not has_own_sources(data, entries):
         return _Named({data.data_impl.name: paths}, None)
     names = source_names(paths)
@@ -141,10 +143,11 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
                 f"model.vocab_size={model.vocab_size} is smaller than the tokenizer's vocabulary of "
                 f"{tokenizer.vocab_size}; set model.vocab_size={tokenizer.vocab_size} or more"
             )
+        own_prefixes = local_prefixes(own.paths, "model.data.validation_prefix", cache, progress) if own else {}
         files = {name: [check_token_file(prefix) for prefix in paths] for name, paths in prefixes.items()}
         own_files = {
             name: [check_token_file(prefix, "model.data.validation_prefix") for prefix in paths]
-            for name, paths in (own.paths if own else {}).items()
+            for name, paths in own_prefixes.items()
         }
         for file in chain(*files.values(), *own_files.values()):
             check_token_ids(file, model.vocab_size, cache, progress)
@@ -199,7 +202,8 @@ def _token_files(
     data, settings = config.model.data, config.model.tokenizer
     given = own_tokenizer(config)
     if data.data_impl is DataImpl.mmap:
-        return paths, given if settings.model is None else load_tokenizer(settings.model, eod_token=settings.eod_token)
+        local = local_prefixes(paths, "model.data.data_prefix", cache, progress)
+        return local, given if settings.model is None else load_tokenizer(settings.model, eod_token=settings.eod_token)
     sources = {name: open_source(config, patterns) for name, patterns in paths.items()}
     if given is None and len(sources) > 1 and settings.library is TokenizerLibrary.bpe:
         # One tokenizer for all of them.

@@ -12,7 +12,7 @@ from typing import Self
 
 import numpy
 
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import InterruptedReadError, UserError
 from gpt_pretrain.config.files import (
     ForeignFileError,
     check_own_file,
@@ -78,7 +78,7 @@ class TokenWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind in (KeyboardInterrupt, SystemExit):
+        if kind in (KeyboardInterrupt, SystemExit, InterruptedReadError):
             self._save()
         self._tokens.close()
         self._lengths.close()

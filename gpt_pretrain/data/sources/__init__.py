@@ -7,6 +7,7 @@ tokenizer about each cut.
 """
 
 import json
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.cache import file_identity
+from gpt_pretrain.data.remote import SourceFile, size_of
 from gpt_pretrain.extend.data import DataSource
 from gpt_pretrain.extend.registry import Registered, import_modules, registered_choice
 
@@ -36,7 +38,7 @@ class Piece:
 class TextSource(ABC):
     """Documents in a fixed order."""
 
-    files: Sequence[Path]
+    files: Sequence[SourceFile]
     piece_size = 1024 * 1024
     """Bytes read at once, and characters after which a document is cut at the next possible place, or after as many
     more."""
@@ -46,13 +48,13 @@ class TextSource(ABC):
         """A JSON value that changes whenever the text may have changed."""
 
     @abstractmethod
-    def read_file(self, path: Path) -> Iterator[Piece]:
-        """Pieces of the documents of one file."""
+    def read_file(self, path: os.PathLike[str]) -> Iterator[Piece]:
+        """Pieces of the documents of one file, of `files`."""
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
-        return sum(path.stat().st_size for path in self.files)
+        return sum(map(size_of, self.files))
 
     def sample(self, max_bytes: int) -> Iterator[str]:
         """The beginning of each file, an equal share of `max_bytes` from each; the same text at every call."""
@@ -97,8 +99,9 @@ class OwnSource(TextSource):
         self._registered = registered
         with registered.named("__init__"):
             self._source: DataSource = registered.value(config)
-            self.files = [Path(file).absolute() for file in self._source.files]
-        missing = [str(file) for file in self.files if not file.is_file()]
+            self._paths = [Path(file).absolute() for file in self._source.files]
+        self.files = self._paths
+        missing = [str(file) for file in self._paths if not file.is_file()]
         if missing or not self.files:
             told = f"there is no file {missing[0]}" if missing else "it names no files"
             raise UserError(f"{registered}: {told}; its `files` are the files to read")
@@ -112,12 +115,12 @@ class OwnSource(TextSource):
             json.dumps(own)
         except (TypeError, ValueError) as error:
             raise UserError(f"{self._registered}: identity() is no JSON value ({error}); return plain values") from None
-        return ["extension", self._registered.digest, own, [file_identity(path) for path in self.files]]
+        return ["extension", self._registered.digest, own, [file_identity(path) for path in self._paths]]
 
-    def read_file(self, path: Path) -> Iterator[Piece]:
+    def read_file(self, path: os.PathLike[str]) -> Iterator[Piece]:
         """Pieces of the documents of one file."""
         with self._registered.named(f"documents of {path}"):
-            texts = self._source.documents(path)
+            texts = self._source.documents(Path(path))
             if isinstance(texts, str):
                 raise UserError(
                     f"documents() of {path} returned a str, whose letters would be the documents; yield texts, or "

@@ -1,6 +1,7 @@
 """Python's standard library as a corpus."""
 
 import hashlib
+import os
 import platform
 import sysconfig
 import tokenize
@@ -38,14 +39,15 @@ class StdlibSource(TextSource):
                 "archive?); use data=text model.data.text_files=[…]"
             )
         names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+        self._names = names
         self.files = [self.root / name for name in names]
 
     def identity(self) -> list[Any]:
         """Python's version, and the files with their sizes."""
-        files = [[path.relative_to(self.root).as_posix(), path.stat().st_size] for path in self.files]
+        files = [[name, (self.root / name).stat().st_size] for name in self._names]
         return ["stdlib", platform.python_implementation(), platform.python_version(), files]
 
-    def read_file(self, path: Path) -> Iterator[Piece]:
+    def read_file(self, path: os.PathLike[str]) -> Iterator[Piece]:
         """The file as one document, in the encoding it declares."""
         try:
             with tokenize.open(path) as file:
@@ -53,7 +55,7 @@ class StdlibSource(TextSource):
         except (SyntaxError, UnicodeDecodeError):
             # Distributions add files that break their declared encoding; they count as empty documents.
             text = ""
-        yield from self.cut(text, path.stat().st_size)
+        yield from self.cut(text, os.stat(path).st_size)
 
 
 register("data_source", "stdlib", lambda data, patterns: StdlibSource(), __name__)

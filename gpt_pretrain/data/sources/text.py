@@ -1,20 +1,26 @@
-"""The user's own .txt, .jsonl, .parquet and .arrow files; a new format is a method of `FileSource` and in `READERS`."""
+"""The user's own .txt, .jsonl, .parquet and .arrow files; a new format is a method of `FileSource` and in `READERS`.
+
+They are on a disk of this machine, or in a store that a URL names (`data.remote`).
+"""
 
 import codecs
 import glob
 import io
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO, Any, ClassVar
 
 import pyarrow
 
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.files import ForeignFileError, expand_user, read_foreign_json
+from gpt_pretrain.config.urls import scheme_of
 from gpt_pretrain.data.cache import file_identity
 from gpt_pretrain.data.columns import read_arrow, read_parquet
+from gpt_pretrain.data.remote import RemoteFile, SourceFile, find_remote
 from gpt_pretrain.data.sources import Piece, TextSource
 from gpt_pretrain.extend.registry import register
 
@@ -30,9 +36,9 @@ class FileSource(TextSource):
 
     The first two may be compressed (.jsonl.gz, .zst or .bz2). A folder of Hugging Face's `save_to_disk` is its files.
 
-    Patterns are paths or globs with `**` and `~`. Files come in the order of the patterns, those of one pattern sorted
-    by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text; dots
-    lead into nested ones.
+    Patterns are paths, globs with `**` and `~`, or URLs. Files come in the order of the patterns, those of one pattern
+    sorted by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text;
+    dots lead into nested ones.
 
     Raises:
         UserError: A pattern matches nothing, or a file is of an unknown kind or cannot be read.
@@ -40,20 +46,29 @@ class FileSource(TextSource):
 
     def __init__(self, patterns: Sequence[str], text_key: str) -> None:
         self.text_key = text_key
-        self.files = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
+        self.files: list[SourceFile] = list(dict.fromkeys(path for pattern in patterns for path in _match(pattern)))
 
     def identity(self) -> list[Any]:
-        """Path, size and modification time of each file."""
-        return ["text", self.text_key, [file_identity(path) for path in self.files]]
+        """Path, size and modification time of each file, or its version in a store."""
+        files = [path.identity() if isinstance(path, RemoteFile) else file_identity(path) for path in self.files]
+        return ["text", self.text_key, files]
 
-    def read_file(self, path: Path) -> Iterator[Piece]:
+    def read_file(self, path: os.PathLike[str]) -> Iterator[Piece]:
         """Pieces of one file, by its suffix."""
+        file = path if isinstance(path, RemoteFile) else Path(path)
         try:
-            yield from self.READERS[_format(path)](self, path)
-        except (OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            yield from self.READERS[_format(file)](self, file)
+            if isinstance(file, RemoteFile):
+                file.check_unchanged()
+        except (UserError, OSError, pyarrow.ArrowException, UnicodeDecodeError) as error:
+            # What is wrong may come of two versions of the file.
+            if isinstance(file, RemoteFile):
+                file.check_unchanged()
+            if isinstance(error, UserError):
+                raise
             raise UserError(f"model.data.text_files: {path} cannot be read: {error}") from error
 
-    def _read_jsonl(self, path: Path) -> Iterator[Piece]:
+    def _read_jsonl(self, path: SourceFile) -> Iterator[Piece]:
         offset = num_read = 0
         with _open(path) as (file, position):
             for number, line in enumerate(file, start=1):
@@ -62,7 +77,7 @@ class FileSource(TextSource):
                     yield from self._document(text, num_read - num_before)
                 offset += len(line)
 
-    def _text_of_line(self, path: Path, number: int, line: bytes, offset: int) -> str | None:
+    def _text_of_line(self, path: SourceFile, number: int, line: bytes, offset: int) -> str | None:
         where = f"{path}, line {number}"
         try:
             text_of_line = line.decode("utf-8")
@@ -91,11 +106,11 @@ class FileSource(TextSource):
             )
         return text
 
-    def _read_parquet(self, path: Path) -> Iterator[Piece]:
+    def _read_parquet(self, path: SourceFile) -> Iterator[Piece]:
         for text, num_bytes in read_parquet(path, self.text_key):
             yield from self._document(text, num_bytes)
 
-    def _read_arrow(self, path: Path) -> Iterator[Piece]:
+    def _read_arrow(self, path: SourceFile) -> Iterator[Piece]:
         for text, num_bytes in read_arrow(path, self.text_key):
             yield from self._document(text, num_bytes)
 
@@ -103,7 +118,7 @@ class FileSource(TextSource):
         """A row; a null is an empty document, and the byte order mark of the file that it was made of is no text."""
         yield from self.cut((text or "").removeprefix(_BOM), num_source_bytes)
 
-    def _read_txt(self, path: Path) -> Iterator[Piece]:
+    def _read_txt(self, path: SourceFile) -> Iterator[Piece]:
         decoder = codecs.getincrementaldecoder("utf-8")()
         offset = num_read = 0
         rest = ""
@@ -126,7 +141,7 @@ class FileSource(TextSource):
                     yield Piece(part, ends_document=False, num_source_bytes=num_read - num_before)
             yield Piece(rest, ends_document=True, num_source_bytes=position() - num_read)
 
-    READERS: ClassVar[Mapping[str, Callable[[Any, Path], Iterator[Piece]]]] = {
+    READERS: ClassVar[Mapping[str, Callable[[Any, SourceFile], Iterator[Piece]]]] = {
         ".txt": _read_txt,
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
@@ -135,18 +150,20 @@ class FileSource(TextSource):
 
 
 @contextmanager
-def _open(path: Path) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
+def _open(path: SourceFile) -> Iterator[tuple[IO[bytes], Callable[[], int]]]:
     """A file without its compression, and what tells the bytes read from the disk so far."""
     with path.open("rb") as stored:
-        if path.suffix not in _CODECS:
+        suffix = PurePath(path).suffix
+        if suffix not in _CODECS:
             yield stored, stored.tell
             return
-        stream = pyarrow.CompressedInputStream(stored, _CODECS[path.suffix])
+        stream = pyarrow.CompressedInputStream(stored, _CODECS[suffix])
         yield io.BufferedReader(stream), stored.tell
 
 
-def _format(path: Path) -> str:
+def _format(file: SourceFile) -> str:
     """The suffix that names the format, without that of a compression of the whole file."""
+    path = PurePath(file)
     inner = path.with_suffix("").suffix
     return inner if path.suffix in _CODECS and inner in _COMPRESSED else path.suffix
 
@@ -165,7 +182,12 @@ def _value(row: Mapping[str, Any], key: str) -> Any:
     return _MISSING
 
 
-def _match(pattern: str) -> list[Path]:
+def _match(pattern: str) -> Sequence[SourceFile]:
+    if scheme_of(pattern):
+        files = find_remote(pattern, "model.data.text_files")
+        for file in files:
+            _check_format(file)
+        return files
     expanded = expand_user(pattern, "model.data.text_files")
     if expanded.is_dir():
         return _saved_data_set(expanded, pattern)
@@ -175,14 +197,18 @@ def _match(pattern: str) -> list[Path]:
     if not paths:
         raise UserError(f"model.data.text_files: {pattern} matches no file (relative to {Path.cwd()})")
     for path in paths:
-        if _format(path) not in FileSource.READERS:
-            known = f"{', '.join(FileSource.READERS)}, and {' and '.join(_COMPRESSED)} with {', '.join(_CODECS)}"
-            raise UserError(f"model.data.text_files: {path} has the suffix {path.suffix!r}; known are {known}")
+        _check_format(path)
         try:
             path.open("rb").close()
         except OSError as error:
             raise UserError(f"model.data.text_files: {path} cannot be read: {error.strerror}") from error
     return paths
+
+
+def _check_format(file: SourceFile) -> None:
+    if _format(file) not in FileSource.READERS:
+        known = f"{', '.join(FileSource.READERS)}, and {' and '.join(_COMPRESSED)} with {', '.join(_CODECS)}"
+        raise UserError(f"model.data.text_files: {file} has the suffix {PurePath(file).suffix!r}; known are {known}")
 
 
 def _saved_data_set(directory: Path, pattern: str) -> list[Path]:
@@ -211,7 +237,7 @@ def _names_in(directory: Path) -> str:
     return next((pattern for pattern in patterns if any(directory.rglob(pattern))), "*.jsonl")
 
 
-def _not_utf8(path: Path, offset: int, byte: int) -> UserError:
+def _not_utf8(path: SourceFile, offset: int, byte: int) -> UserError:
     return UserError(
         f"{path}: not UTF-8: byte 0x{byte:02x} at offset {offset:,}; convert it, e.g. with "
         "`iconv -f LATIN1 -t UTF-8`, or remove it from model.data.text_files"
