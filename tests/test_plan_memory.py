@@ -113,6 +113,7 @@ FP8_MOMENT = ("model.optim.exp_avg_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp1
         # Without the distributed optimizer every rank keeps all of it.
         (("plan.num_gpus=4",), 2 + 4 + 4 + 8),
         (("model.optim.name=sgd",), 2 + 4 + 4 + 4),
+        (("optimizer=lion",), 2 + 4 + 4 + 4),
         (("optimizer=muon",), 2 + 4 + 4 + 8 - 4 * 32 * 218_103_808 / 8_030_261_248),
         (("trainer.precision=fp32", "model.transformer_engine=false"), 4 + 4 + 8),
         ((*LEAN,), 2 + 4 + 2 + 8),

@@ -67,6 +67,8 @@ OPTIMIZERS = {
     "SGD with momentum": ["model.optim.name=sgd"],
     "Muon": ["optimizer=muon"],
     "distributed Muon": ["optimizer=muon", "parallelism=dp", "trainer.precision=bf16"],
+    "Lion": ["optimizer=lion"],
+    "distributed Lion": ["optimizer=lion", "parallelism=dp", "trainer.precision=bf16"],
     "no clipping": ["trainer.gradient_clip_val=0"],
     "FP8": emulate("tensorwise"),
 }
