@@ -105,6 +105,10 @@ PAIRS = [
     ("single_lion", "tp2_lion"),
     ("tp2_lion", "dp2_lion"),
     ("dp2_lion", "single_lion"),
+    ("single_ema.bf16", "fsdp_ema.bf16"),
+    ("fsdp_ema.bf16", "tp2_ema.bf16"),
+    ("tp2_ema.bf16", "zero2_ema.bf16"),
+    ("zero2_ema.bf16", "single_ema.bf16"),
     ("single_muon", "tp2_muon"),
     ("tp2_muon", "tp2_muon"),
     ("tp2_muon", "single_muon"),
@@ -272,7 +276,8 @@ def moments_of(weight, layout):
     by_muon = "muon" in layout and of_matrix and "norm" not in weight and "router" not in weight
     if "lion" in layout:
         return ["exp_avg"]
-    return ["momentum_buffer"] if "sgd" in layout or by_muon else ["exp_avg", "exp_avg_sq"]
+    moments = ["momentum_buffer"] if "sgd" in layout or by_muon else ["exp_avg", "exp_avg_sq"]
+    return [*moments, *(["ema"] if "_ema" in layout else [])]
 
 
 def test_muon_computes_the_same_in_any_layout(results):

@@ -201,6 +201,9 @@ class OptimConfig:
     """SGD's momentum."""
     weight_decay: float = key(minimum=0, core=["OptimizerConfig"])
     """Weight decay, decoupled with adam (AdamW); biases and norm weights are exempt, as in megatron-core."""
+    ema_decay: float | None = key(above=0, below=1, use="0.999 or another, or null", before=None)
+    """Average the weights over steps: the share of the old average that a step keeps. The average is validated beside
+    the weights, saved with them, and exported by weights=ema; null: none is kept."""
     use_precision_aware_optimizer: bool = key(before=False, planned=True)
     """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their
     reduction (`model.grad_reduce_in_fp32`). Needs BF16 parameters and the distributed optimizer. See docs/plan.md."""
