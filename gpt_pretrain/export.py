@@ -41,6 +41,13 @@ class WeightType(Enum):
     fp16 = "float16"
 
 
+class Weights(Enum):
+    """Which weights of a checkpoint are written."""
+
+    raw = "raw"
+    ema = "ema"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExportArguments:
     """What the command takes."""
@@ -51,6 +58,8 @@ class ExportArguments:
     """The directory to write; it must not exist, or be empty."""
     average: list[str] = field(default_factory=list)
     """Other checkpoints, such as the run's last ones, whose mean with it is written."""
+    weights: Weights = Weights.raw
+    """raw: the newest ones; ema: those averaged over steps, of a run with model.optim.ema_decay."""
     format: Format = Format.hf
     """hf: a directory that Hugging Face `transformers` loads; megatron: one for Megatron-LM's --load (torch_dist)."""
     dtype: WeightType | None = None
@@ -76,18 +85,20 @@ def export(arguments: ExportArguments) -> None:
 
     checkpoint, out = Path(arguments.checkpoint), Path(arguments.out)
     average = [Path(path) for path in arguments.average]
+    averaged = arguments.weights is Weights.ema
     dtype = None if arguments.dtype is None else arguments.dtype.value
     tokenizer = None if arguments.tokenizer is None else Path(arguments.tokenizer)
     if arguments.format is Format.megatron:
         others = [name for name in ("architecture", "max_shard_gib") if getattr(arguments, name) != _DEFAULTS[name]]
         if others:
             raise ConfigError([f"{name} does nothing with format=megatron; leave it out" for name in others])
-        written = export_megatron(checkpoint, out, average=average, dtype=dtype, tokenizer=tokenizer)
+        written = export_megatron(checkpoint, out, average=average, averaged=averaged, dtype=dtype, tokenizer=tokenizer)
     else:
         written = export_hf(
             checkpoint,
             out,
             average=average,
+            averaged=averaged,
             dtype=dtype,
             architecture=arguments.architecture,
             tokenizer=tokenizer,

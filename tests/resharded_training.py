@@ -66,6 +66,7 @@ _TP2_SP_EP2 = (
 )
 # Products in fp32, so that layouts differ by its rounding alone, and queries that share keys and values.
 _MUON = ("optimizer=muon", "model.optim.muon_fp32_matmul_prec=highest", "model.num_query_groups=2")
+_AVERAGED = ("model.optim.ema_decay=0.5",)
 # Weights in FP8.
 _STORED = (*emulate("torchao_tensorwise"), "model.fp8_params=true", *_BF16)
 
@@ -135,6 +136,13 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
         2,
         ["parallelism=tp2", "model.optim.name=sgd", *_UNSHARDED],
     ),
+    "single_lion": (1, ["optimizer=lion"]),
+    "dp2_lion": (2, ["parallelism=dp", "optimizer=lion"]),
+    "tp2_lion": (2, ["parallelism=tp2", "optimizer=lion"]),
+    "single_ema.bf16": (1, [*_BF16, *_AVERAGED]),
+    "tp2_ema.bf16": (2, ["parallelism=tp2", *_BF16, *_AVERAGED]),
+    "zero2_ema.bf16": (2, ["parallelism=zero2", *_BF16, *_AVERAGED]),
+    "fsdp_ema.bf16": (2, ["parallelism=fsdp", *_BF16, *_AVERAGED]),
     "single_muon": (1, _MUON),
     "dp2_muon": (2, ["parallelism=dp", *_MUON]),
     "dp2_plain_muon": (2, ["parallelism=single", *_MUON]),

@@ -329,8 +329,8 @@ def hash_of_weights(training):
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("trainer.precision=bf16", DISTRIBUTED), emulate("delayed", "trainer.precision=bf16")],
-    ids=["fp32", "bf16 distributed", "delayed bf16"],
+    [(), ("trainer.precision=bf16", DISTRIBUTED), emulate("delayed", "trainer.precision=bf16"), ("optimizer=lion",)],
+    ids=["fp32", "bf16 distributed", "delayed bf16", "lion"],
 )
 def test_fifty_steps_after_a_resume_are_bit_for_bit_those_of_the_uncut_run(overrides, tmp_path):
     overrides = (*DROPOUT, *overrides, "model.micro_batch_size=4", "trainer.deterministic=true")
@@ -354,7 +354,8 @@ def test_fifty_steps_after_a_resume_are_bit_for_bit_those_of_the_uncut_run(overr
 
 
 @pytest.mark.parametrize(
-    "optimizer", [(), (DISTRIBUTED,), ("model.optim.name=sgd", "model.optim.lr=0.1"), ("optimizer=muon",)]
+    "optimizer",
+    [(), (DISTRIBUTED,), ("model.optim.name=sgd", "model.optim.lr=0.1"), ("optimizer=muon",), ("optimizer=lion",)],
 )
 def test_a_run_is_taken_back_to_its_checkpoint_in_place(optimizer, tmp_path):
     with emulated_training(*DROPOUT, *optimizer) as training:

@@ -102,6 +102,13 @@ PAIRS = [
     ("fsdp_ep2.moe", "single.moe"),
     ("single.sgd", "tp2_plain.sgd"),
     ("tp2_plain.sgd", "single.sgd"),
+    ("single_lion", "tp2_lion"),
+    ("tp2_lion", "dp2_lion"),
+    ("dp2_lion", "single_lion"),
+    ("single_ema.bf16", "fsdp_ema.bf16"),
+    ("fsdp_ema.bf16", "tp2_ema.bf16"),
+    ("tp2_ema.bf16", "zero2_ema.bf16"),
+    ("zero2_ema.bf16", "single_ema.bf16"),
     ("single_muon", "tp2_muon"),
     ("tp2_muon", "tp2_muon"),
     ("tp2_muon", "single_muon"),
@@ -250,8 +257,8 @@ def test_every_bit_comes_through_any_layout(source, target, results):
         len(scales) if "delayed" in source else 0
     )
     assert before["common"]["scheduler"]["num_steps"] == STEPS
-    # SGD counts no steps.
-    assert before["common"]["optimizer"]["step"] == (0 if "sgd" in source else STEPS)
+    # SGD and Lion count no steps.
+    assert before["common"]["optimizer"]["step"] == (0 if "sgd" in source or "lion" in source else STEPS)
     assert before["progress"] == (STEPS, 4 * STEPS)
     changed = differing(before, after)
     if "remainders" in target:
@@ -267,7 +274,10 @@ def moments_of(weight, layout):
     """Of a weight, by its name in a checkpoint."""
     of_matrix = weight.startswith("decoder.layers.") and weight.endswith(".weight")
     by_muon = "muon" in layout and of_matrix and "norm" not in weight and "router" not in weight
-    return ["momentum_buffer"] if "sgd" in layout or by_muon else ["exp_avg", "exp_avg_sq"]
+    if "lion" in layout:
+        return ["exp_avg"]
+    moments = ["momentum_buffer"] if "sgd" in layout or by_muon else ["exp_avg", "exp_avg_sq"]
+    return [*moments, *(["ema"] if "_ema" in layout else [])]
 
 
 def test_muon_computes_the_same_in_any_layout(results):

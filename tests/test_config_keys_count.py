@@ -49,6 +49,7 @@ TRAINED = {
     ),
     "SGD at a constant rate": ("model.optim.name=sgd", "model.optim.sched.name=constant"),
     "Muon": ("optimizer=muon",),
+    "Lion": ("optimizer=lion",),
     "warmup, stable, decay": ("optimizer=adam_wsd", "model.optim.sched.wsd_decay_steps=2"),
     "experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=64"),
     "muP": ("model.use_mup=true", "model.mup_base_hidden_size=64"),

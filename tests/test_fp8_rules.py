@@ -57,6 +57,7 @@ WRONG = [
     Refused(
         f"fp8=delayed {PARAMS} model.use_distributed_optimizer=false", f"{PARAMS} model.use_distributed_optimizer=false"
     ),
+    Refused(f"fp8=delayed {PARAMS} model.optim.ema_decay=0.9", f"{PARAMS} model.optim.ema_decay=0.9 delayed"),
     Refused(f"fp8=delayed {PARAMS} model.optim.name=sgd", f"{PARAMS} model.optim.name=sgd"),
     Refused(f"fp8=tensorwise {EMULATE} {PARAMS}", f"{PARAMS} {EMULATE}"),
     Refused("fp8=delayed model.transformer_engine=false", "model.fp8=true model.transformer_engine=false"),

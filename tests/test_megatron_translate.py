@@ -499,6 +499,7 @@ ELSEWHERE = {
         "model.optim.sched.name",
         "model.optim.sched.init_lr",
         "model.optim.sched.wsd_decay_style",
+        "model.optim.ema_decay",
     ),
     "data": (
         "model.encoder_seq_length",

@@ -113,6 +113,9 @@ FP8_MOMENT = ("model.optim.exp_avg_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp1
         # Without the distributed optimizer every rank keeps all of it.
         (("plan.num_gpus=4",), 2 + 4 + 4 + 8),
         (("model.optim.name=sgd",), 2 + 4 + 4 + 4),
+        (("optimizer=lion",), 2 + 4 + 4 + 4),
+        (("model.optim.ema_decay=0.99",), 2 + 4 + 4 + 8 + 4),
+        (("model.optim.ema_decay=0.99", "model.use_distributed_optimizer=true", "plan.num_gpus=4"), 2 + 4 + 16 / 4),
         (("optimizer=muon",), 2 + 4 + 4 + 8 - 4 * 32 * 218_103_808 / 8_030_261_248),
         (("trainer.precision=fp32", "model.transformer_engine=false"), 4 + 4 + 8),
         ((*LEAN,), 2 + 4 + 2 + 8),
@@ -125,7 +128,7 @@ FP8_MOMENT = ("model.optim.exp_avg_dtype=fp8", "model.optim.exp_avg_sq_dtype=fp1
 def test_bytes_per_parameter(overrides, bytes_per_parameter):
     plan = plan_of("model=llama3_8b", *overrides)
     items = plan.memory.worst.items
-    held = sum(items.get(name, 0) for name in ("weights", "gradients", "masters", "moments"))
+    held = sum(items.get(name, 0) for name in ("weights", "gradients", "masters", "moments", "averaged weights"))
     assert held == pytest.approx(bytes_per_parameter * plan.num_parameters)
 
 

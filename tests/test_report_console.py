@@ -238,6 +238,8 @@ def test_a_log_has_one_stable_line_a_record():
     assert plain_output(lambda console: console.show(VALIDATION)) == (
         "validation step 100/300 loss 4.5000 perplexity 90.02 num_samples 128 time_s 1.25 bits_per_byte -\n"
     )
+    averaged = replace(VALIDATION, ema_loss=4.25)
+    assert plain_output(lambda console: console.show(averaged)).endswith(" bits_per_byte - ema_loss 4.2500\n")
 
 
 def test_a_log_names_the_tensors_that_fp8_treats_worst_and_warns():

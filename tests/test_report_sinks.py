@@ -247,6 +247,11 @@ with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     assert done.stdout.strip() == "[]"
 
 
+def test_averaged_weights_have_a_plot_of_their_own():
+    validation = ValidationRecord(step=9, loss=4.5, perplexity=90.0, num_samples=16, time_s=1.0, ema_loss=4.25)
+    assert scalars(validation)["validation/ema_loss"] == 4.25
+
+
 def test_validation_sets_and_sources_have_plots_of_their_own():
     by_set = {"losses": {"web": 5.0, "code": 4.0}, "set_bits_per_byte": {"web": 1.5, "code": 1.25}}
     validation = ValidationRecord(step=9, loss=4.5, perplexity=90.0, num_samples=16, time_s=1.0, **by_set)

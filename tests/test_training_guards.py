@@ -67,6 +67,9 @@ OPTIMIZERS = {
     "SGD with momentum": ["model.optim.name=sgd"],
     "Muon": ["optimizer=muon"],
     "distributed Muon": ["optimizer=muon", "parallelism=dp", "trainer.precision=bf16"],
+    "Lion": ["optimizer=lion"],
+    "distributed Lion": ["optimizer=lion", "parallelism=dp", "trainer.precision=bf16"],
+    "averaged weights": ["model.optim.ema_decay=0.5", "parallelism=dp", "trainer.precision=bf16"],
     "no clipping": ["trainer.gradient_clip_val=0"],
     "FP8": emulate("tensorwise"),
 }

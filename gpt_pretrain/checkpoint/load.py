@@ -57,6 +57,7 @@ from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schedule import rates_in_tokens
 from gpt_pretrain.config.schema import CheckpointConfig, Config
 from gpt_pretrain.megatron.optimizer_state import (
+    is_average,
     is_moment,
     load_optimizer_state,
     make_masters_from_weights,
@@ -67,6 +68,7 @@ from gpt_pretrain.megatron.parallel import on_rank_zero, seed_dropout
 from gpt_pretrain.megatron.pickles import harmless_state, restricted
 from gpt_pretrain.megatron.stored_weights import StoredWeight
 from gpt_pretrain.megatron.trainable import Trainable
+from gpt_pretrain.megatron.weight_average import drop_average, start_average
 
 _PROBLEMS_SHOWN = 5
 _KEYS_SHOWN = 20
@@ -277,6 +279,14 @@ def load_checkpoint(
     )
     places = places_of_ranks(layout(model, torch.distributed.get_world_size()))
     restores_random_states = places == places_of_ranks(manifest.layout)
+    averages, had_average = model.optim.ema_decay is not None, _has_average(manifest)
+    starts_average = averages and (changes_optimizer or not had_average)
+    if starts_average:
+        drop_average(trainable.optimizer)
+        asked = f"model.optim.ema_decay={model.optim.ema_decay:g}"
+        notes.append(f"{asked}: the average starts with the weights of {path.name}")
+    elif had_average and not averages:
+        notes.append(f"model.optim.ema_decay=null: the run goes on without the averaged weights of {path.name}")
     wanted = sharded_state(trainable, is_loading=True, masters_alone=changes_optimizer)
     if not restores_random_states:
         del wanted[RANDOM_STATES]
@@ -290,6 +300,7 @@ def load_checkpoint(
             (key == RANDOM_STATES and not restores_random_states)
             or (EXTRA_STATE in key and not restores_fp8)
             or (is_moment(key) and changes_optimizer)
+            or (is_average(key) and not averages)
         )
 
     progress = manifest.progress_at(model.encoder_seq_length)
@@ -299,6 +310,8 @@ def load_checkpoint(
         state = _load(path, trainable, wanted, left_out)
         load_optimizer_state(trainable.optimizer, state["optimizer"] | ({"step": 0} if changes_optimizer else {}))
         share_weights_of_masters(trainable.optimizer, trainable.model)
+        if starts_average:
+            start_average(trainable.optimizer)
         # megatron-core adds the checkpoint's steps to those taken.
         trainable.scheduler.num_steps = 0
         # The configuration says whether rates follow steps or tokens; checkpoints hold what their runs followed.
@@ -341,7 +354,14 @@ def load_weights(
         state = _load(path, trainable, sharded_model(trainable.model), left_out)
         weights = state.get(OWN_PARTS) or {name: state[name] for name in chunks_by_name(trainable.model)}
         make_masters_from_weights(trainable.optimizer, trainable.model, weights)
+    if model.optim.ema_decay is not None:
+        start_average(trainable.optimizer)
     return Restored(progress=TrainingProgress(step=0, consumed_samples=0), notes=notes)
+
+
+def _has_average(manifest: Manifest) -> bool:
+    """Whether the run that saved averaged its weights; runs of earlier versions did not."""
+    return manifest.config.get("model", {}).get("optim", {}).get("ema_decay") is not None
 
 
 def _load(path: Path, trainable: Trainable, wanted: dict[str, Any], left_out: Callable[[str], bool]) -> dict[str, Any]:

@@ -42,12 +42,15 @@ from gpt_pretrain.config.load import read_saved_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.corpus import NO_TOKENIZER
 from gpt_pretrain.data.tokenizer import TOKENIZER_FILE, Tokenizer, load_tokenizer
+from gpt_pretrain.megatron.optimizer_state import STATES
 from gpt_pretrain.megatron.pickles import restricted, unreadable_told
+from gpt_pretrain.megatron.weight_average import AVERAGE
 
 _COMMON_KEY = ShardedObject(COMMON_STATE, None, (1,), (0,)).unique_key
 # Optimizer states lie beside the model's tensors and have their names after this prefix.
 # Megatron-LM numbers several optimizers.
 _OF_OPTIMIZER = ("optimizer.", "chained_")
+_AVERAGE = f"{STATES}{AVERAGE}."
 # Files written side by side, and tensors in memory.
 _NUM_FILES = 2
 
@@ -139,19 +142,29 @@ def _find_tokenizer(path: Path, manifest: Manifest, config: Config, given: Path 
 
 
 class CheckpointTensors:
-    """The model's tensors in a checkpoint, by key; a UserError if the index, or later a tensor, cannot be read."""
+    """The model's tensors in a checkpoint, by key; a UserError if the index, or later a tensor, cannot be read.
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
+    With `averaged`, the values are those of the weights averaged over steps, fp32; a UserError if there are none.
+    """
+
+    def __init__(self, path: Path, *, averaged: bool = False) -> None:
+        self._path, self._prefix = path, _AVERAGE if averaged else ""
         self._reader = FileSystemReader(path)
         with restricted(path):
             metadata = self._reader.read_metadata()
             self._reader.set_up_storage_reader(metadata, is_coordinator=True)
-        self._tensors = {
+        stored = {
             key: entry
             for key, entry in metadata.state_dict_metadata.items()
-            if isinstance(entry, TensorStorageMetadata) and not key.startswith(_OF_OPTIMIZER)
+            if isinstance(entry, TensorStorageMetadata)
         }
+        self._tensors = {key: entry for key, entry in stored.items() if not key.startswith(_OF_OPTIMIZER)}
+        if averaged and any(f"{_AVERAGE}{key}" not in stored for key in self._tensors):
+            raise UserError(
+                f"weights=ema: {path} has no averaged weights; use weights=raw, or a checkpoint of a run with "
+                "model.optim.ema_decay"
+            )
+        self._stored = {key: stored[f"{self._prefix}{key}"] for key in self._tensors}
         self.others = metadata.state_dict_metadata.keys() - self._tensors.keys()
         """Keys of everything else: optimizer states, and objects that are not tensors."""
 
@@ -168,14 +181,14 @@ class CheckpointTensors:
 
     def read(self, key: str, layer: int | None = None) -> torch.Tensor:
         """A tensor on the CPU: all of it, or one layer of it, without the axis of layers."""
-        entry = self._tensors[key]
+        entry, stored_key = self._stored[key], f"{self._prefix}{key}"
         offsets, sizes = [0] * len(entry.size), list(entry.size)
         if layer is not None:
             offsets[0], sizes[0] = layer, 1
         part = ChunkStorageMetadata(offsets=torch.Size(offsets), sizes=torch.Size(sizes))
         with unreadable_told(self._path):
             target = torch.empty(sizes, dtype=entry.properties.dtype)
-            items = create_read_items_for_chunk_list(key, entry, [part])
+            items = create_read_items_for_chunk_list(stored_key, entry, [part])
             assert sum(item.lengths.numel() for item in items) == target.numel(), f"the pieces of {key} make the whole"
             self._reader.read_data(LoadPlan(items), _IntoOneTensor(target)).wait()
         return target if layer is None else target[0]

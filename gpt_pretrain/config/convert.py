@@ -54,6 +54,8 @@ def _choice(value: Any, key: Key) -> Any:
     by_value = {str(member.value).lower(): member.name for member in key.kind}
     nearest = by_value.get(text.lower()) or nearest_name(text, key.choices)
     allowed = ", ".join(key.choices) + (" or null" if key.optional else "")
+    if (why := key.facts.absent.get(text)) is not None:
+        raise WrongValue(f"is not here: {why}; use one of {allowed}")
     way = did_you_mean(nearest)
     if key.is_open:
         way += "; if an extension registers it, name that with extensions=[MODULE]"

@@ -6,7 +6,7 @@ Rules, `--help`, loading, plan and compare read them from `config.keys.Key.facts
 tests/test_config_schema.py compares every name and value in a fact with the schema.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
 from typing import Any, Literal, get_args
 
@@ -67,6 +67,8 @@ class Facts:
     largest: int = 2**53
     """The largest integer: far above any run, yet small enough for every rule, forecast and index to answer at once. By
     default a floating-point number holds it exactly."""
+    absent: Mapping[str, str] = field(default_factory=dict)
+    """Choices of other programs that are not here, with the reasons."""
     word: str | None = None
     """A word that may stand for a list of only this word."""
     default: Any = NOT_TOLD

@@ -42,6 +42,12 @@ _WITH_CONSTANT_RATE = unread_with(
 )
 _SOURCE, _TOKENIZER = "model.data.data_impl", "model.tokenizer.library"
 _WITH_RANDOM_TOKENS = unread_with(_SOURCE, DataImpl.mock, because=", whose random tokens come from no file")
+# Of emerging-optimizers. States here have the shape of a rank's part of a weight.
+_ABSENT = {
+    "normuon": "it divides by second moments of whole rows or columns, and ranks hold pieces of a matrix",
+    "adaptive_muon": "second moments of orthogonalized updates are not kept",
+    "soap": "it keeps two square matrices and their eigenvectors for each weight, which are not shaped like it",
+}
 _muon_key = partial(key, core=["OptimizerConfig"], unread=[_ONLY_MUON])
 
 
@@ -183,20 +189,23 @@ class ScheduleConfig:
 class OptimConfig:
     """`model.optim`: the optimizer and its schedule."""
 
-    name: OptimizerName
+    name: OptimizerName = key(absent=_ABSENT)
     """The optimizer; adam is AdamW."""
     lr: float = key(above=0, use="3e-4 or another", aliases=["learning_rate"], core=["OptimizerConfig"])
     """Peak learning rate."""
     decoupled_lr: float | None = key(above=0, use="3e-4 or another, or null", before=None, core=["OptimizerConfig"])
     """Peak learning rate of word embeddings and LM head, which decays to a tenth; null: `lr`, and `sched.min_lr`."""
     betas: list[float] = key(aliases=["adam_beta1", "adam_beta2"])
-    """Adam's two exponential decay rates."""
+    """The two exponential decay rates of adam and lion."""
     eps: float = key(above=0, use="1e-8 or another", core=["OptimizerConfig.adam_eps"])
     """Adam's denominator term."""
     momentum: float = key(minimum=0, below=1, use="0.9 or another", core=["OptimizerConfig.sgd_momentum"])
     """SGD's momentum."""
     weight_decay: float = key(minimum=0, core=["OptimizerConfig"])
     """Weight decay, decoupled with adam (AdamW); biases and norm weights are exempt, as in megatron-core."""
+    ema_decay: float | None = key(above=0, below=1, use="0.999 or another, or null", before=None)
+    """Average the weights over steps: the share of the old average that a step keeps. The average is validated beside
+    the weights, saved with them, and exported by weights=ema; null: none is kept."""
     use_precision_aware_optimizer: bool = key(before=False, planned=True)
     """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their
     reduction (`model.grad_reduce_in_fp32`). Needs BF16 parameters and the distributed optimizer. See docs/plan.md."""

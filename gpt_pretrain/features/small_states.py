@@ -47,6 +47,10 @@ class SmallStates(Feature):
         if run.config.trainer.precision is Precision.fp32:
             why = "it needs weights in BF16 or FP8 with masters beside them"
             yield refusal(self.setting, "trainer.precision=fp32", why, "trainer.precision=bf16", off)
+        if optim.ema_decay is not None:
+            asked = f"model.optim.ema_decay={optim.ema_decay:g}"
+            why = "the average takes fp32 masters, and here they may be stored in pieces or rounded"
+            yield refusal(self.setting, asked, why, "model.optim.ema_decay=null", off)
         yield from _moments(optim)
         use = Use.fp8_params_and_precision_aware_optimizer
         if run.fp8 is not None and run.fp8.params and (why_not := run.fp8.recipe.why_not(use)) is not None:

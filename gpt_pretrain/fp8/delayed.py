@@ -28,7 +28,8 @@ Sources: TE's pytorch/quantization.py (FP8GlobalStateManager), common/recipe/del
 
 import hashlib
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -208,15 +209,31 @@ def join_present_amaxes(chunks: Sequence[MegatronModule]) -> None:
     The next pass does that anyway. Until then each rank has those of the samples that it validated, and a checkpoint
     would give the first rank's to all.
     """
-    metas = [getattr(module, "fp8_meta", {}) for chunk in chunks for module in chunk.modules()]
-    states = [meta.get(name) for meta in metas for name in ("scaling_fwd", "scaling_bwd")]
-    histories = [getattr(state, "amax_history", None) for state in states]
-    rows = [history[0] for history in histories if history is not None]
-    if rows:
+    if rows := _present_amaxes(chunks):
         joined = torch.cat(rows)
         group = parallel_state.get_amax_reduction_group(with_context_parallel=True)
         torch.distributed.all_reduce(joined, op=torch.distributed.ReduceOp.MAX, group=group)
         torch._foreach_copy_(rows, list(joined.split([len(row) for row in rows])))
+
+
+@contextmanager
+def present_amaxes_kept(chunks: Sequence[MegatronModule]) -> Iterator[None]:
+    """Inside, casts leave no amaxes to the next training pass."""
+    rows = _present_amaxes(chunks)
+    held = [row.clone() for row in rows]
+    try:
+        yield
+    finally:
+        for row, value in zip(rows, held, strict=True):
+            row.copy_(value)
+
+
+def _present_amaxes(chunks: Sequence[MegatronModule]) -> list[torch.Tensor]:
+    """Row 0 of each history."""
+    metas = [getattr(module, "fp8_meta", {}) for chunk in chunks for module in chunk.modules()]
+    states = [meta.get(name) for meta in metas for name in ("scaling_fwd", "scaling_bwd")]
+    histories = [getattr(state, "amax_history", None) for state in states]
+    return [history[0] for history in histories if history is not None]
 
 
 def gradient_scales(chunks: Sequence[MegatronModule]) -> torch.Tensor:

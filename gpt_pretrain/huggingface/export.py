@@ -53,6 +53,7 @@ def export_hf(
     out: Path,
     *,
     average: Sequence[Path] = (),
+    averaged: bool = False,
     dtype: str | None = None,
     architecture: Architecture | None = None,
     tokenizer: Path | None = None,
@@ -60,7 +61,8 @@ def export_hf(
 ) -> str:
     """Writes a checkpoint as a Hugging Face directory, and returns what the command prints of it.
 
-    `python -m gpt_pretrain.export --help` explains the arguments; `dtype` is torch's name.
+    `python -m gpt_pretrain.export --help` explains the arguments; `dtype` is torch's name, and `averaged` asks for the
+    weights averaged over steps.
 
     Raises:
         UserError: A checkpoint is damaged, no class of `transformers` computes what the model does, checkpoints to
@@ -76,7 +78,7 @@ def export_hf(
     architecture = choose_architecture(model, architecture)
     all_saved = [saved, *(open_checkpoint(path, tokenizer) for path in average)]
     check_average(all_saved)
-    read = [CheckpointTensors(each.path) for each in all_saved]
+    read = [CheckpointTensors(each.path, averaged=averaged) for each in all_saved]
     rules = tensor_rules(model, architecture)
     expected = {rule.key: rule.shape if rule.layer is None else (model.num_layers, *rule.shape) for rule in rules}
     for each, tensors in zip(all_saved, read, strict=True):
@@ -123,6 +125,7 @@ def export_hf(
         f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {types}, {num_bytes:,} bytes in "
         f"{counted(len(shards), 'file')}\n"
+        + ("  weights: averaged over steps\n" if averaged else "")
         + (f"  weights: the mean of {len(read)} checkpoints\n" if average else "")
         + ("  no tokenizer: the checkpoint's model has none\n" if saved.tokenizer is None else "")
     )

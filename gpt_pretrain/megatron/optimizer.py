@@ -41,6 +41,7 @@ from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
+from gpt_pretrain.megatron.weight_average import start_average
 from gpt_pretrain.run.optimizers import optimizer_of
 
 
@@ -83,6 +84,11 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     if not built <= {expected}:
         raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")
     _make_conditional(optimizer)
+    if spec.model.optim.ema_decay is not None:
+        for inner in _inner_optimizers(optimizer):
+            # torch makes the states of a parameter only if it has none.
+            allocate_states(inner)
+        start_average(optimizer)
     return optimizer
 
 

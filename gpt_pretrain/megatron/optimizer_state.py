@@ -2,10 +2,10 @@
 
 megatron-core 0.19 writes another form from each of its optimizers: plain, with masters, distributed. Here all write the
 same. A parameter's tensors lie under `optimizer.state.KIND.PARAMETER` in the parameter's own shape, with KIND exp_avg
-and exp_avg_sq (Adam), momentum_buffer (SGD, Muon) and fp32_param (masters of BF16 parameters). The step count is one
-number. All else comes from the configuration. States in fewer bytes than fp32 are saved as plain numbers, in the
-smallest type that holds them exactly, and read into host memory first, so runs with and without them continue from each
-other's checkpoints.
+and exp_avg_sq (Adam), momentum_buffer (SGD, Muon), ema (`weight_average`) and fp32_param (masters of BF16 parameters).
+The step count is one number. All else comes from the configuration. States in fewer bytes than fp32 are saved as plain
+numbers, in the smallest type that holds them exactly, and read into host memory first, so runs with and without them
+continue from each other's checkpoints.
 
 megatron-core 0.19 gathers what a distributed optimizer shards on every rank before it saves: 12 bytes of host memory
 per parameter, and seconds without training. Here each rank writes and reads its own boxes (`checkpoint_boxes`).
@@ -30,15 +30,21 @@ from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.muon import Muon
 from gpt_pretrain.megatron.optimizer import allocate_states
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.weight_average import AVERAGE
 
-_STATES, _MASTER = "optimizer.state.", "fp32_param"
+STATES, _MASTER = "optimizer.state.", "fp32_param"
 # Values copied to the device at once, to be stored there in fewer bytes.
 _VALUES_AT_ONCE = 2**16 * SCALED_BLOCK
 
 
 def is_moment(key: str) -> bool:
     """Whether a tensor of a checkpoint is an optimizer's state other than a master."""
-    return key.startswith(_STATES) and not key.startswith(f"{_STATES}{_MASTER}.")
+    return key.startswith(STATES) and not key.startswith(f"{STATES}{_MASTER}.")
+
+
+def is_average(key: str) -> bool:
+    """Whether a tensor of a checkpoint is a weight averaged over steps."""
+    return key.startswith(f"{STATES}{AVERAGE}.")
 
 
 def sharded_optimizer_state(
@@ -255,6 +261,6 @@ def _own_shards(
     for bucket in buckets:
         for parameter, ranges in bucket["param_map"].items():
             for kind, values in states_of(parameter).items():
-                for place in tensors_of(places[parameter], f"{_STATES}{kind}.", values.dtype):
+                for place in tensors_of(places[parameter], f"{STATES}{kind}.", values.dtype):
                     start, instance = ranges["param"].start, part.distributed_optimizer_instance_id
                     yield from boxes_of_part(place, values, start, instance)

@@ -35,7 +35,13 @@ _SMALL_BYTES = 64 * 1024 * 1024
 
 
 def export_megatron(
-    checkpoint: Path, out: Path, *, average: Sequence[Path], dtype: str | None, tokenizer: Path | None
+    checkpoint: Path,
+    out: Path,
+    *,
+    average: Sequence[Path],
+    averaged: bool,
+    dtype: str | None,
+    tokenizer: Path | None,
 ) -> str:
     """Writes a checkpoint for Megatron-LM, and returns what the command prints of it; arguments as for `export_hf`.
 
@@ -50,7 +56,7 @@ def export_megatron(
     saved, model = all_saved[0], all_saved[0].config.model
     if (own := registered_choice("layer", model.layer)) is not None:
         raise ConfigError([f"model.layer={model.layer.name}: Megatron-LM does not compute {own}"])
-    read = [CheckpointTensors(each.path) for each in all_saved]
+    read = [CheckpointTensors(each.path, averaged=averaged) for each in all_saved]
     tensors = model_tensors(model)
     shapes = {each.key: each.shape if each.layer is None else (model.num_layers, *each.shape) for each in tensors}
     for each, stored in zip(all_saved, read, strict=True):
@@ -89,6 +95,7 @@ def export_megatron(
     return (
         f"written: {visible(str(out))}\n"
         f"  {num_parameters:,} parameters in {names}, {num_bytes:,} bytes\n"
+        + ("  weights: averaged over steps\n" if averaged else "")
         + (f"  weights: the mean of {counted(len(read), 'checkpoint')}\n" if average else "")
         + f"load with: --load {shell_word(str(out))} {' '.join(options_beside(model))}\n"
     )

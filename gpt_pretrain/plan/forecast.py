@@ -13,7 +13,7 @@ from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.effective import PlannedLinear, Setting, effective_settings, plan_linears
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import MemoryForecast, forecast_memory
-from gpt_pretrain.plan.muon import fp32_state_bytes
+from gpt_pretrain.plan.muon import AVERAGE_BYTES, fp32_state_bytes
 from gpt_pretrain.plan.out_of_memory import plan_remedies
 from gpt_pretrain.plan.schedule import RunSchedule, plan_steps
 from gpt_pretrain.plan.speed import SpeedForecast, batch_step_s, forecast_speed
@@ -112,7 +112,7 @@ class CheckpointForecast:
     """A checkpoint, of which each GPU writes about the same part."""
 
     num_bytes: int
-    """Weights, masters and moments, once, however many GPUs hold copies."""
+    """Weights, masters, moments and averaged weights, once, however many GPUs hold copies."""
     bytes_per_gpu: int
     """Of each GPU's part; an `async_save` takes as much host memory."""
     saves: str
@@ -145,6 +145,7 @@ def forecast_checkpoint(spec: RunSpec, num_parameters: int) -> CheckpointForecas
     master, moments = 0.0 if weight == 4 else 4.0, fp32_state_bytes(spec, plan_stages(spec))
     if optim.use_precision_aware_optimizer:
         master, moments = saved_bytes(optim)
+    moments += 0 if optim.ema_decay is None else AVERAGE_BYTES
     num_bytes = round(num_parameters * (weight + master + moments))
     return CheckpointForecast(
         num_bytes=num_bytes,

@@ -15,7 +15,7 @@ from gpt_pretrain.config.derived import ddp_bucket_size, padded_vocab_size, shar
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.small_states import state_bytes
 from gpt_pretrain.plan.experts import BUSIEST_EXPERT_AT_FIRST, on_rank, rank_load
-from gpt_pretrain.plan.muon import fp32_state_bytes, orthogonalization_bytes
+from gpt_pretrain.plan.muon import AVERAGE_BYTES, fp32_state_bytes, orthogonalization_bytes
 from gpt_pretrain.plan.stages import (
     LayerActivations,
     Stage,
@@ -55,6 +55,7 @@ ITEMS = (
     "gradients being reduced",
     "masters",
     "moments",
+    "averaged weights",
     "activations",
     "logits and loss",
     "backward pass",
@@ -116,7 +117,9 @@ def _optimizer_items(spec: RunSpec, stage: Stage) -> dict[str, float]:
     optim, fp8, updated = spec.model.optim, held_fp8(spec), stage.optimizer_parameters(spec)
     if not optim.use_precision_aware_optimizer:
         masters = updated * 4 if element_bytes(spec) == 2 else 0.0
-        return {"masters": masters, "moments": updated * fp32_state_bytes(spec, [stage])}
+        averages = updated * (0.0 if optim.ema_decay is None else AVERAGE_BYTES)
+        moments = updated * fp32_state_bytes(spec, [stage])
+        return {"masters": masters, "moments": moments, "averaged weights": averages}
     in_fp8 = stage.fp8_weights / stage.num_parameters if fp8 is not None and fp8.params else 0.0
     master, moments = state_bytes(optim, in_fp8=in_fp8)
     return {"masters": updated * master, "moments": updated * moments}

@@ -14,6 +14,8 @@ from gpt_pretrain.run.run_spec import RunSpec
 
 # Of each: what is orthogonalized, normalized and rounded, two products of the iteration where it is square, its result.
 _BYTES_PER_VALUE = 16
+# Of an averaged weight (`megatron.weight_average`).
+AVERAGE_BYTES = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -234,7 +234,9 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     model, layout, settings = spec.model, spec.layout, spec.fp8
     updated = stage.optimizer_parameters(spec)
     zeroed = 0 if shards_gradients(model) else stage.num_parameters * 4
-    moved = zeroed + optimizer_of(model.optim.name).moved_bytes * updated
+    # The average reads the master and itself, and writes itself.
+    averaging = 0 if model.optim.ema_decay is None else 12
+    moved = zeroed + (optimizer_of(model.optim.name).moved_bytes + averaging) * updated
     seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
     if settings is None:
         return seconds

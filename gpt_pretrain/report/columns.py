@@ -127,6 +127,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "bits_per_byte": ".4f",
         "losses": _by_name,
         "set_bits_per_byte": _by_name,
+        "ema_loss": ".4f",
     },
     ValidationTasksRecord: {"numbers": _numbers, "time_s": ".2f"},
     EvaluationRecord: {"numbers": _numbers, "standard_errors": _numbers, "time_s": ".2f"},
@@ -145,7 +146,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr", "hidden_lr", "global_batch_size", "losses", "set_bits_per_byte"}
+_OPTIONAL = {"decoupled_lr", "hidden_lr", "global_batch_size", "losses", "set_bits_per_byte", "ema_loss"}
 # Names in a line that are not the field's.
 _LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 

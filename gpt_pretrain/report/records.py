@@ -130,6 +130,8 @@ class ValidationRecord(Record):
     are in training."""
     set_bits_per_byte: Mapping[str, float] | None = None
     """bits_per_byte of each set; null if there is one set, or bits_per_byte is null."""
+    ema_loss: float | None = None
+    """`loss` with the weights averaged over steps; null without model.optim.ema_decay."""
 
 
 def validation_record(
@@ -138,13 +140,15 @@ def validation_record(
     weights: Mapping[str, float],
     bytes_per_token: Sequence[float] | None,
     *,
+    averaged_losses: Mapping[str, float] | None = None,
     num_samples: int,
     time_s: float,
 ) -> ValidationRecord:
-    """The record of a validation from the loss in nats per token of each set; weights sum to 1."""
-    loss = (
-        math.fsum(weights[name] * losses[name] for name in losses) if len(losses) > 1 else next(iter(losses.values()))
-    )
+    """The record of a validation from the loss in nats per token of each set; weights sum to 1.
+
+    `averaged_losses` are those with the weights averaged over steps.
+    """
+    loss = _mean_loss(losses, weights)
     bits, of_sets = None, None
     if bytes_per_token is not None:
         size = dict(zip(losses, bytes_per_token, strict=True))
@@ -159,7 +163,14 @@ def validation_record(
         bits_per_byte=bits,
         losses=losses if len(losses) > 1 else None,
         set_bits_per_byte=of_sets if len(losses) > 1 else None,
+        ema_loss=None if averaged_losses is None else _mean_loss(averaged_losses, weights),
     )
+
+
+def _mean_loss(losses: Mapping[str, float], weights: Mapping[str, float]) -> float:
+    if len(losses) == 1:
+        return next(iter(losses.values()))
+    return math.fsum(weights[name] * losses[name] for name in losses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -87,6 +87,9 @@ def _parameter_obstacles(config: Config, settings: Fp8Settings) -> Iterator[Obst
     if (why := settings.recipe.why_not(Use.fp8_params)) is not None:
         ways = f"fp8={recipes_for(Use.fp8_params, backend=settings.backend)}"
         yield f"model.fp8_recipe={settings.recipe.name}", why, ways
+    if settings.recipe.keeps_history and (decay := config.model.optim.ema_decay) is not None:
+        why = "a validation casts averaged weights into their histories; that these come back is not tested"
+        yield f"model.optim.ema_decay={decay:g} and model.fp8_recipe=delayed", why, "model.optim.ema_decay=null"
     if settings.emulate and settings.backend is Fp8Backend.transformer_engine:
         why = "emulated layers keep high-precision weights and quantize the same values at each product"
         yield "model.fp8_emulate=true", why

@@ -15,6 +15,7 @@ from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
 from gpt_pretrain.megatron.trainable import Trainable
+from gpt_pretrain.megatron.weight_average import update_average
 
 
 def data_iterators[Batches: Iterator[Batch]](model: Model, build: Callable[[], Batches]) -> list[Batches | None]:
@@ -123,7 +124,12 @@ def train_step(
     with casts.watching():
         report = compute_gradients(trainable, iterators, num_samples, before_pass=casts.look)
     trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
-    return conditional_update(trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped)
+    result = conditional_update(
+        trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
+    )
+    if (decay := spec.model.optim.ema_decay) is not None:
+        update_average(trainable.optimizer, decay, result.skipped)
+    return result
 
 
 def compute_gradients(

@@ -9,8 +9,10 @@ from gpt_pretrain.data.batches import BatchIterator
 from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes, why_unknown
 from gpt_pretrain.extend.registry import registered
 from gpt_pretrain.extend.training import Run
+from gpt_pretrain.fp8.delayed import present_amaxes_kept
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.parallel import on_rank_zero
+from gpt_pretrain.megatron.weight_average import averaged_weights
 from gpt_pretrain.report.records import Record, ValidationTasksRecord, validation_record
 from gpt_pretrain.training.inference import token_losses
 from gpt_pretrain.training.setup import Setup
@@ -41,13 +43,18 @@ class Validation:
         num_batches = config.trainer.limit_val_batches
         on_batch = partial(self._watchdog.progress, "a batch of the validation")
         weights = self._setup.corpus.validation_weights or {"": 1.0}
-        losses = [validate(model, self._batches, num_batches, on_batch=on_batch) for _ in weights]
+        losses, averaged_losses = self._losses(len(weights), on_batch), None
+        if config.model.optim.ema_decay is not None:
+            optimizer = self._setup.trainable.optimizer
+            with present_amaxes_kept(model.gpt_chunks), averaged_weights(optimizer, model):
+                averaged_losses = dict(zip(weights, self._losses(len(weights), on_batch), strict=True))
         self._watchdog.progress("what follows the validation")
         record = validation_record(
             step,
             dict(zip(weights, losses, strict=True)),
             weights,
             self._bytes_per_token,
+            averaged_losses=averaged_losses,
             num_samples=len(losses) * num_batches * config.model.global_batch_size,
             time_s=time.monotonic() - began,
         )
@@ -56,6 +63,10 @@ class Validation:
         if numbers := _task_numbers(run, model, self._watchdog):
             self._log(ValidationTasksRecord(step=step, numbers=numbers, time_s=time.monotonic() - began))
         return record.loss
+
+    def _losses(self, num_sets: int, on_batch: Callable[[], None]) -> list[float]:
+        model, num_batches = self._setup.trainable.model, self._setup.config.trainer.limit_val_batches
+        return [validate(model, self._batches, num_batches, on_batch=on_batch) for _ in range(num_sets)]
 
     @cached_property
     def _bytes_per_token(self) -> list[float] | None:
