@@ -16,7 +16,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -217,3 +217,14 @@ def new_entry(entry: Path, *, goes_on: bool = False) -> Iterator[Path]:
                 f"no space left while writing {entry} ({error.strerror or error}): {written:,} bytes were written, "
                 f"{free:,} bytes are free; free space there or set model.data.cache_dir to another disk"
             ) from error
+
+
+def make_once(entry: Path, progress: Progress, fill: Callable[[Path], None], *, goes_on: bool = False) -> None:
+    """Makes an entry of what `fill` writes into a directory (`new_entry`), unless somebody has made it."""
+    if entry.is_dir():
+        return
+    with hold_lock(entry, progress):
+        # The previous holder of the lock may have made it.
+        if not entry.is_dir():
+            with new_entry(entry, goes_on=goes_on) as folder:
+                fill(folder)

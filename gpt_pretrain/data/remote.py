@@ -23,7 +23,7 @@ from typing import Any, Literal
 
 from gpt_pretrain.config.errors import InterruptedReadError, UserError, counted, format_bytes, how_to_install, reason
 from gpt_pretrain.config.urls import STORES, WILDCARDS, scheme_of
-from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
+from gpt_pretrain.data.cache import Progress, fingerprint, make_once
 
 # Lists and versions are asked for while a user waits; a range may outlast a store's restart.
 _ASK_DELAYS_S = (0.5, 1.0, 2.0)
@@ -124,12 +124,11 @@ def _stored(prefix: str, files: Mapping[str, RemoteFile], directory: Path, progr
     name = PurePosixPath(prefix).name
     identity = [file.identity() for file in files.values()]
     entry = directory / "downloads" / f"{name}-{fingerprint(identity)[:16]}"
-    if not entry.is_dir():
-        with hold_lock(entry, progress):
-            # The previous holder of the lock may have made it.
-            if not entry.is_dir():
-                with new_entry(entry, goes_on=True) as folder:
-                    _download({folder / (name + suffix): file for suffix, file in files.items()}, progress)
+
+    def fill(folder: Path) -> None:
+        _download({folder / (name + suffix): file for suffix, file in files.items()}, progress)
+
+    make_once(entry, progress, fill, goes_on=True)
     return str(entry / name)
 
 

@@ -20,7 +20,7 @@ from megatron.core.datasets.indexed_dataset import DType
 from gpt_pretrain.config.choices import TokenizerLibrary
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schema import TokenizerConfig
-from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, new_entry
+from gpt_pretrain.data.cache import Progress, fingerprint, hold_lock, make_once, new_entry
 from gpt_pretrain.data.encoders import Batch, Encoders, Part
 from gpt_pretrain.data.sources import Piece, TextSource
 from gpt_pretrain.data.token_writer import TokenWriter, Written
@@ -117,12 +117,7 @@ def _fill(folder: Path, source: TextSource, identity: list[Any], tokenizer: Toke
 def train_once(source: TextSource, vocab_size: int, cache: Path, progress: Progress) -> Tokenizer:
     """A BPE trained on a source, from the cache if it is there."""
     entry = cache / "tokenizers" / f"bpe-{fingerprint([FORMAT_VERSION, vocab_size, source.identity()])[:16]}"
-    if not entry.is_dir():
-        with hold_lock(entry, progress):
-            # The previous holder of the lock may have made it.
-            if not entry.is_dir():
-                with new_entry(entry) as folder:
-                    _train(source, vocab_size, progress).save(folder / TOKENIZER_FILE)
+    make_once(entry, progress, lambda folder: _train(source, vocab_size, progress).save(folder / TOKENIZER_FILE))
     return load_tokenizer(entry / TOKENIZER_FILE)
 
 
