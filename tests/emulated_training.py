@@ -98,6 +98,17 @@ class Training:
             for name, parameter in chunk.named_parameters()
         }
 
+    def step_beside(
+        self, optimizer: torch.optim.Optimizer, weights: Mapping[str, torch.Tensor], *, num_steps: int
+    ) -> None:
+        """Steps, and another optimizer of weights of the same names with the same gradients."""
+        for _ in range(num_steps):
+            gradients = self.gradients()
+            for name, weight in weights.items():
+                weight.grad = gradients[name].float()
+            self.step()
+            optimizer.step()
+
     def validate(self) -> float:
         """Loss on other samples, without gradients."""
         iterators = self.iterators(first_sample=self.config.model.global_batch_size)

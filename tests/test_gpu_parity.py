@@ -14,6 +14,7 @@ from tests.transformers_reference import (
     reference_logits,
     round_to_bf16,
     run_model,
+    smollm3,
     te_names,
     train_ours,
     train_reference,
@@ -26,17 +27,7 @@ SHAPE = {"width": 256, "head_width": 64, "inner_width": 512, "length": 64, "weig
 CASES = {
     "gpt2": gpt2("gpt2_124m", **SHAPE),
     "llama3": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, **SHAPE),
-    # Layers with and without rope.
-    "smollm3": llama(
-        "smollm3_3b",
-        "SmolLM3",
-        layers=4,
-        groups=2,
-        theta=5e6,
-        epsilon=1e-6,
-        overrides=["model.share_embeddings_and_output_weights=false"],
-        **SHAPE,
-    ),
+    "smollm3": smollm3(**SHAPE),
 }
 TE_BF16 = ("model.transformer_engine=true", "trainer.precision=bf16")
 

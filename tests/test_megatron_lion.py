@@ -59,12 +59,7 @@ def test_updates_are_those_of_emerging_optimizers():
             for does in (True, False)
         ]
         optimizer = Lion(groups, lr=RATE, betas=(0.95, 0.98))
-        for _ in range(3):
-            gradients = training.gradients()
-            for name, weight in theirs.items():
-                weight.grad = gradients[name].float()
-            training.step()
-            optimizer.step()
+        training.step_beside(optimizer, theirs, num_steps=3)
         for name, weight in theirs.items():
             # Blends that all but cancel may have another sign: then a weight is a step or two off.
             off = (weight - own[name]).abs() > 1e-3 * RATE

@@ -147,12 +147,7 @@ def test_updates_are_those_of_megatron_core():
         optimizer = TensorParallelMuon(
             list(theirs.values()), lr=RATE, weight_decay=DECAY, nesterov=True, extra_scale_factor=0.2, **settings
         )
-        for _ in range(3):
-            gradients = training.gradients()
-            for name, weight in theirs.items():
-                weight.grad = gradients[name].float()
-            training.step()
-            optimizer.step()
+        training.step_beside(optimizer, theirs, num_steps=3)
         for name, weight in theirs.items():
             # A product of one matrix may be summed up in another order than one of several.
             assert (weight - own[name]).abs().max() < 2e-2 * RATE, name

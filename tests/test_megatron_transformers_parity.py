@@ -17,6 +17,7 @@ from tests.transformers_reference import (
     map_weights,
     reference_logits,
     run_model,
+    smollm3,
     train_ours,
     train_reference,
 )
@@ -41,15 +42,7 @@ CASES = {
         "mistral_nemo_12b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, head_width=8, overrides=[f"{WIDTH}=8"]
     ),
     "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24, overrides=[f"{WIDTH}=24"]),
-    "smollm3": llama(
-        "smollm3_3b",
-        "SmolLM3",
-        layers=4,
-        groups=2,
-        theta=5e6,
-        epsilon=1e-6,
-        overrides=["model.share_embeddings_and_output_weights=false"],
-    ),
+    "smollm3": smollm3(),
     "phi4": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5),
     "phi3_partial_rotation": llama(
         "phi4",

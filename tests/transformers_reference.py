@@ -117,6 +117,12 @@ def llama(
     return Case(preset=preset, architecture=architecture, published=published, **kwargs)
 
 
+def smollm3(**kwargs: Any) -> Case:
+    """Layers with and without rope."""
+    untied = ["model.share_embeddings_and_output_weights=false"]
+    return llama("smollm3_3b", "SmolLM3", layers=4, groups=2, theta=5e6, epsilon=1e-6, overrides=untied, **kwargs)
+
+
 def build_reference(case: Case) -> torch.nn.Module:
     """The `transformers` model, all of its parameters random: norms and biases too, or a wrong one would not show."""
     common = {"vocab_size": case.vocab_size, "bos_token_id": None, "eos_token_id": None, **case.published}
