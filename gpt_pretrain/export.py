@@ -1,9 +1,10 @@
 """gpt_pretrain.export: a checkpoint as a directory that transformers or Megatron-LM loads.
 
-For transformers it reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral
-and Qwen3-MoE models, for Megatron-LM all that it has arguments for, from
-checkpoints of any parallel layout, on any machine, with the memory of one layer.
-Every file of the checkpoint is checked against its SHA-256 first.
+For transformers it reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral,
+Qwen3-MoE, SmolLM 3, StarCoder 2 and GPT-NeoX models, for Megatron-LM all that it
+has arguments for, from checkpoints of any parallel layout, on any machine, with
+the memory of one layer. Every file of the checkpoint is checked against its
+SHA-256 first.
 
 Exit codes: 0 written; 2 a mistake in what was given, or a damaged checkpoint;
 1 a crash; 130 Ctrl-C.

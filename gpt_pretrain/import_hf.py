@@ -1,9 +1,9 @@
 r"""gpt_pretrain.import_hf: a published model, for training it on.
 
-It reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral and Qwen3-MoE
-models from a directory of transformers, and writes a checkpoint of their
-weights with an experiment file that sets the model, its tokenizer and
-checkpoint.init_from. It needs no GPU, and the memory of two tensors.
+It reads GPT-2, Llama, Mistral, Qwen2.5, Qwen3, Phi-4, Mixtral, Qwen3-MoE,
+SmolLM 3, StarCoder 2 and GPT-NeoX models from a directory of transformers, and
+writes a checkpoint of their weights with an experiment file that sets the model,
+its tokenizer and checkpoint.init_from. It needs no GPU, and the memory of two tensors.
 
 Exit codes: 0 written; 2 a mistake in what was given, or a model that would not
 be the same here; 1 a crash; 130 Ctrl-C.

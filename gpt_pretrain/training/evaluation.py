@@ -50,7 +50,7 @@ class Evaluation:
         on_rank_zero(load)
 
     def run(self, model: Model, on_batch: Callable[[], None] = lambda: None) -> Results:
-        """What the tasks measure; every rank calls it, with gathered parameters.
+        """What the tasks measure; every rank calls it inside `Model.newest_parameters`.
 
         `on_batch` is called before each batch.
 

@@ -56,7 +56,7 @@ def token_losses(model: Model, sequences: Sequence[Sequence[int]]) -> list[list[
     """The cross entropy in nats of each token but the first, given those before it, for each sequence of token ids.
 
     Every rank calls it with the same sequences and gets the same numbers; data-parallel ranks share the work.
-    Parameters must be gathered.
+    Call it inside `Model.newest_parameters`.
 
     Raises:
         UserError: A sequence has no second token, is longer than the model's, or has an id that is none.
@@ -149,8 +149,8 @@ def score_continuations(
     """Scores by the cross entropy of the model's vocabulary, whatever the run trains with.
 
     Every rank calls it with the same continuations and gets the same scores; data-parallel ranks share the work.
-    Parameters must be gathered. `on_batch` is called before each batch. A rank computes as many tokens at once as in a
-    microbatch.
+    Call it inside `Model.newest_parameters`. `on_batch` is called before each batch. A rank computes as many tokens at
+    once as in a microbatch.
     """
     config, ranks = model.spec.model, model.spec.layout.dp
     # Loss, and tokens that are not the likeliest.

@@ -21,7 +21,7 @@ from gpt_pretrain.training.watchdog import Watchdog
 
 
 class Validation:
-    """Validates a run on its validation sets; every rank calls it, with gathered parameters."""
+    """Validates a run on its validation sets; every rank calls it inside `Model.newest_parameters`."""
 
     def __init__(
         self,
