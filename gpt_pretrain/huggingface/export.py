@@ -81,9 +81,7 @@ def export_hf(
     read = [CheckpointTensors(each.path, averaged=averaged) for each in all_saved]
     rules = tensor_rules(model, architecture)
     expected = {rule.key: rule.shape if rule.layer is None else (model.num_layers, *rule.shape) for rule in rules}
-    for each, tensors in zip(all_saved, read, strict=True):
-        if problems := differences(expected, {key: tensors.shape(key) for key in tensors}):
-            raise UserError(f"{each.path} does not hold the model that its manifest states: it {', '.join(problems)}")
+    check_shapes(all_saved, read, expected)
     parts: _Shard = {}
     for rule in rules:
         parts |= rule.parts(read[0].dtype(rule.key) if dtype is None else getattr(torch, dtype))
@@ -125,9 +123,24 @@ def export_hf(
         f"written: {visible(str(out))}\n"
         f"  {architecture.value}, {num_parameters:,} parameters in {types}, {num_bytes:,} bytes in "
         f"{counted(len(shards), 'file')}\n"
-        + ("  weights: averaged over steps\n" if averaged else "")
-        + (f"  weights: the mean of {len(read)} checkpoints\n" if average else "")
+        + describe_weights_written(len(read), averaged=averaged)
         + ("  no tokenizer: the checkpoint's model has none\n" if saved.tokenizer is None else "")
+    )
+
+
+def check_shapes(
+    saved: Sequence[SavedModel], read: Sequence[CheckpointTensors], expected: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Refuses checkpoints whose tensors are not those of their model, by key."""
+    for each, tensors in zip(saved, read, strict=True):
+        if problems := differences(expected, {key: tensors.shape(key) for key in tensors}):
+            raise UserError(f"{each.path} does not hold the model that its manifest states: it {', '.join(problems)}")
+
+
+def describe_weights_written(num_checkpoints: int, *, averaged: bool) -> str:
+    """Lines that say which weights were written, if not those of one checkpoint."""
+    return ("  weights: averaged over steps\n" if averaged else "") + (
+        f"  weights: the mean of {num_checkpoints} checkpoints\n" if num_checkpoints > 1 else ""
     )
 
 

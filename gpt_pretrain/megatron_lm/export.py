@@ -14,17 +14,18 @@ from pathlib import Path
 import torch
 
 from gpt_pretrain.checkpoint.saved_model import CheckpointTensors, PlannedTensor, open_checkpoint, write_weights
-from gpt_pretrain.config.errors import ConfigError, UserError, counted, shell_word, visible
+from gpt_pretrain.config.errors import ConfigError, shell_word, visible
 from gpt_pretrain.extend.registry import registered_choice
 from gpt_pretrain.huggingface.export import (
     check_average,
     check_disk_space,
     check_new_directory,
+    check_shapes,
     convert,
+    describe_weights_written,
     out_directory,
     read_mean,
 )
-from gpt_pretrain.huggingface.tensors import differences
 from gpt_pretrain.megatron_lm.arguments import arguments_of, options_beside
 from gpt_pretrain.megatron_lm.folder import COMMON, TRACKER
 from gpt_pretrain.megatron_lm.tensors import ModelTensor, empty_extra_states, model_tensors
@@ -59,9 +60,7 @@ def export_megatron(
     read = [CheckpointTensors(each.path, averaged=averaged) for each in all_saved]
     tensors = model_tensors(model)
     shapes = {each.key: each.shape if each.layer is None else (model.num_layers, *each.shape) for each in tensors}
-    for each, stored in zip(all_saved, read, strict=True):
-        if problems := differences(shapes, {key: stored.shape(key) for key in stored}):
-            raise UserError(f"{each.path} does not hold the model that its manifest states: it {', '.join(problems)}")
+    check_shapes(all_saved, read, shapes)
     types = {key: read[0].dtype(key) if dtype is None else getattr(torch, dtype) for key in shapes}
 
     def values(tensor: ModelTensor) -> torch.Tensor:
@@ -95,7 +94,6 @@ def export_megatron(
     return (
         f"written: {visible(str(out))}\n"
         f"  {num_parameters:,} parameters in {names}, {num_bytes:,} bytes\n"
-        + ("  weights: averaged over steps\n" if averaged else "")
-        + (f"  weights: the mean of {counted(len(read), 'checkpoint')}\n" if average else "")
+        + describe_weights_written(len(read), averaged=averaged)
         + f"load with: --load {shell_word(str(out))} {' '.join(options_beside(model))}\n"
     )
