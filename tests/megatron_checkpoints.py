@@ -117,7 +117,7 @@ def build_gpt(arguments: Mapping[str, Any], *, rows: int | None = None) -> GPTMo
     # Experts' norm has the name that Transformer Engine's layers give it, unless a test wants the local one.
     if experts and not te and not arguments.get("local_names"):
         spec.submodules.sharded_state_dict_keys_map = {"input_layernorm.": "self_attention.linear_qkv.layer_norm_"}
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         vocab_size=rows or arguments["padded_vocab_size"],
@@ -129,6 +129,8 @@ def build_gpt(arguments: Mapping[str, Any], *, rows: int | None = None) -> GPTMo
         share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
         parallel_output=False,
     )
+    # Some of megatron-core's weights are made on the host.
+    return model.to("cuda" if te else "cpu")
 
 
 def save_gpt(

@@ -3,7 +3,11 @@
 import json
 
 import pytest
+import torch
+from megatron.core.transformer import transformer_block
+from megatron.core.transformer.spec_utils import ModuleSpec
 
+from gpt_pretrain.megatron.weights import built_without_first_values
 from tests.forked_runs import fork_ranks
 from tests.programs.sharded_memory import WHOLE_BUCKETS, WHOLE_LAYERS
 
@@ -60,3 +64,12 @@ def test_no_rank_holds_more_than_its_part_and_two_sections(case, ranks):
 def test_a_start_that_keeps_what_it_should_give_back_is_found(case, ranks):
     for rank in ranks:
         assert rank[case]["phases"].keys() == held_too_much(rank[case], len(ranks)).keys() == {"model"}
+
+
+def test_a_layer_is_on_the_device_before_it_gives_its_memory_back():
+    """megatron-core builds routers on the host: a matrix without memory could not be copied from there."""
+    device = torch.device("meta")
+    with built_without_first_values(device, fp8_params=False, keeps_matrices=False):
+        layer = transformer_block.build_module(ModuleSpec(module=torch.nn.Linear), 4, 4)
+    assert (layer.weight.device, layer.weight.untyped_storage().nbytes()) == (device, 0)
+    assert layer.bias.device == device

@@ -123,7 +123,9 @@ def build_gpt_chunks(
     chunks = []
     for vp_stage in range(vp_size or 1):
         stage = vp_stage if vp_size else None
-        with built_without_first_values(fp8_params=transformer_config.fp8_param, keeps_matrices=not put_off_weights):
+        with built_without_first_values(
+            platform.device, fp8_params=transformer_config.fp8_param, keeps_matrices=not put_off_weights
+        ):
             layers = build_layer_spec(spec, transformer_config, local_layers, stage)
             with named_layers(spec, "building the model"):
                 chunk = GPT(spec, transformer_config, layers, stage)

@@ -180,23 +180,24 @@ def _put(
 
 
 @contextmanager
-def built_without_first_values(*, fp8_params: bool, keeps_matrices: bool) -> Iterator[None]:
+def built_without_first_values(device: torch.device, *, fp8_params: bool, keeps_matrices: bool) -> Iterator[None]:
     """Layers built inside do not copy their undrawn weights to the host (`patches.FIRST_VALUES`).
 
-    Unless it `keeps_matrices`, each layer gives their memory back before the next one is built.
+    Unless it `keeps_matrices`, each layer moves to the device and gives their memory back before the next one is built.
     """
     with ExitStack() as patches:
         if fp8_params:
             nowhere = classmethod(lambda cls: False)
             patches.enter_context(patched(FIRST_VALUES, with_high_precision_init_val=nowhere))
         if not keeps_matrices:
-            build = partial(_build_without_matrices, transformer_block.build_module)
+            build = partial(_build_without_matrices, transformer_block.build_module, device)
             patches.enter_context(patched(LAYERS, build_module=build))
         yield
 
 
-def _build_without_matrices(build: Any, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
-    layer = build(spec_or_module, *args, **kwargs)
+def _build_without_matrices(build: Any, device: torch.device, spec_or_module: Any, *args: Any, **kwargs: Any) -> Any:
+    # megatron-core builds a router on the host, and what has no memory cannot be moved from there.
+    layer = build(spec_or_module, *args, **kwargs).to(device)
     for parameter in layer.parameters():
         if parameter.dim() < 2:
             continue
