@@ -129,8 +129,8 @@ def build_gpt(arguments: Mapping[str, Any], *, rows: int | None = None) -> GPTMo
         share_embeddings_and_output_weights=not arguments["untie_embeddings_and_output_weights"],
         parallel_output=False,
     )
-    # Some of megatron-core's weights are made on the host.
-    return model.to("cuda" if te else "cpu")
+    # Position embeddings are made on the host in fp32; Megatron-LM's Float16Module and cuda() do this.
+    return model.to("cuda", arguments["params_dtype"]) if te else model
 
 
 def save_gpt(
