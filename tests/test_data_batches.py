@@ -1,7 +1,9 @@
 import itertools
 import os
+import pickle
 import signal
 import time
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -138,6 +140,16 @@ def test_processes_deliver_the_same_batches_in_the_same_order(datasets):
     expected = [batch.tokens for batch in train_batches(config, train)]
     iterator = train_batches(datasets("model.data.num_workers=2")[0], train)
     assert torch.equal(torch.cat([batch.tokens for batch in iterator]), torch.cat(expected))
+
+
+def test_a_data_loading_process_opens_the_files_without_a_warning(datasets, monkeypatch):
+    train = datasets()[1]
+    # It has no process group, and a single process no launcher's variables either.
+    for name in ("RANK", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        pickle.loads(pickle.dumps(train))
 
 
 LOADING_PROGRAM = """

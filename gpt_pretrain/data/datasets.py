@@ -10,6 +10,7 @@ import io
 import math
 import pickle
 import shutil
+import warnings
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -178,7 +179,10 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ = dict(state)
-        self._files, self._drawn = pickle.loads(state["_drawn"])
+        with warnings.catch_warnings():
+            # A data-loading process has no rank that megatron-core could find.
+            warnings.simplefilter("ignore")
+            self._files, self._drawn = pickle.loads(state["_drawn"])
 
 
 type SampleDataset = RandomTokens | TokenDataset
