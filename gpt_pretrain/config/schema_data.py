@@ -208,7 +208,7 @@ class OptimConfig:
     the weights, saved with them, and exported by weights=ema; null: none is kept."""
     use_precision_aware_optimizer: bool = key(before=False, planned=True)
     """Adam keeps masters and moments in the types that the next four keys set, and reads gradients in the type of their
-    reduction (`model.grad_reduce_in_fp32`). Needs BF16 parameters and the distributed optimizer. See docs/plan.md."""
+    reduction (`model.grad_reduce_in_fp32`). Needs BF16 weights and the distributed optimizer. See docs/layouts.md."""
     main_params_dtype: MainParamsDtype = key(before=MainParamsDtype.fp32, planned=True, unread=[_WITHOUT_SMALL_STATES])
     """Type of the masters: fp32, or fp16 with stochastic rounding of updates."""
     store_param_remainders: bool = key(before=True, planned=True, unread=[_WITH_PLAIN_STATES, _WITH_WHOLE_MASTERS])
