@@ -476,10 +476,10 @@ def test_muon_is_refused_where_its_package_is_missing(broken_rules, monkeypatch)
 
 
 @pytest.mark.parametrize("extra", ["te", "flash", "torchao", "muon", "wandb"])
-def test_an_extra_is_installed_as_the_gpu_page_says(extra, pytestconfig):
+def test_an_extra_is_installed_as_the_manual_says(extra, pytestconfig):
     command = re.search(r"python -m pip .*", how_to_install(extra))[0]
     assert command.endswith(f"-e '.[{extra}]'")
-    assert command in (pytestconfig.rootpath / "docs" / "gpu.md").read_text()
+    assert command in (pytestconfig.rootpath / "docs" / "install.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def format_digits(value: float) -> str:
 
 
 def install_command(extra: str) -> str:
-    """The command of docs/gpu.md that installs an extra. The package is on no registry: it comes from the checkout."""
+    """The command of docs/install.md that installs an extra. The package is on no registry, only in the checkout."""
     # Transformer Engine is built against the installed PyTorch.
     isolation = "--no-build-isolation " if extra == "te" else ""
     return f"python -m pip install {isolation}-c constraints.txt -e '.[{extra}]'"
