@@ -1,10 +1,11 @@
 """Hooks of mkdocs for `make docs`, named in mkdocs.yml.
 
 They add the pages outside of docs/ (README.md as the home page, CONTRIBUTING.md, benchmarks/), point links at them, and
-write the reference of keys and of metrics from the source in place of these comments:
+write these references from the source in place of comments:
 
-    <!-- keys -->       every key with its type, default and meaning
-    <!-- records -->    every kind of record in metrics.jsonl with its fields
+    <!-- keys -->           every key with its type, default and meaning
+    <!-- records -->        every kind of record in metrics.jsonl with its fields
+    <!-- comparisons -->    every comparison of the proof that FP8 is on, with its bound
 """
 
 import ast
@@ -22,6 +23,7 @@ from mkdocs.structure.pages import Page
 from gpt_pretrain.config.errors import written
 from gpt_pretrain.config.keys import flatten, schema_keys, schema_sections
 from gpt_pretrain.config.load import config_to_dict
+from gpt_pretrain.fp8.comparisons import COMPARISONS
 from gpt_pretrain.report import records
 from gpt_pretrain.rules.jobs import load_config
 
@@ -42,10 +44,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Writes the references and points links at the site's pages."""
-    if "<!-- keys -->" in markdown:
-        markdown = markdown.replace("<!-- keys -->", key_reference())
-    if "<!-- records -->" in markdown:
-        markdown = markdown.replace("<!-- records -->", record_reference())
+    for name, write in REFERENCES.items():
+        if name in markdown:
+            markdown = markdown.replace(name, write())
     source = Path(page.file.abs_src_path or "")
 
     def to_site(link: re.Match[str]) -> str:
@@ -91,6 +92,21 @@ def record_reference() -> str:
             lines.append(f"| `{field.name}` | {_json_type(hints[field.name])} | {_cell(meanings[field.name])} |")
         lines.append("")
     return "\n".join(lines)
+
+
+def comparison_reference() -> str:
+    """Every comparison of the proof, with its bound and what a difference does."""
+    lines = ["| what | how near | a difference |", "|:--|:--|:--|"]
+    for each in COMPARISONS:
+        lines.append(f"| {_cell(each.what)} | {_cell(each.bound)} | {'stops' if each.stops else 'warns'} |")
+    return "\n".join(lines)
+
+
+REFERENCES = {
+    "<!-- keys -->": key_reference,
+    "<!-- records -->": record_reference,
+    "<!-- comparisons -->": comparison_reference,
+}
 
 
 def _cell(text: str) -> str:

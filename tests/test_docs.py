@@ -5,6 +5,7 @@ import re
 import shlex
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from gpt_pretrain.compare.gate import gate_problems
 from gpt_pretrain.compare.training import compare_problems
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.coordinate_check import coordinate_check_problems
+from gpt_pretrain.fp8.comparisons import COMPARISONS
 from gpt_pretrain.report.records import RECORD_KINDS
 from tests.browser import CHROMIUM, MISSING, open_browser
 from tests.test_architecture import KNOWS, PACKAGE
@@ -227,3 +229,10 @@ def test_the_site_lists_every_key_and_every_metric(site):
     for kind, record in RECORD_KINDS.items():
         assert f'id="{kind}"' in metrics
         assert not [field for field in record.__dataclass_fields__ if f"<code>{field}</code>" not in metrics]
+
+
+def test_the_site_lists_every_comparison_of_the_proof_with_its_bound_and_what_it_does(site):
+    table = (site / "fp8.html").read_text().partition('id="what-it-compares"')[2].partition("<h3")[0]
+    planned = [(each.what, each.bound, "stops" if each.stops else "warns") for each in COMPARISONS]
+    found = [tuple(map(unescape, re.findall(r"<td[^>]*>(.*?)</td>", row))) for row in table.split("<tr>")]
+    assert [row for row in found if len(row) == 3] == planned

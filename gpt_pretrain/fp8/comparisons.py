@@ -1,7 +1,7 @@
 """Every comparison of the proof: what it holds against what, how near the two must be, why, and what it does.
 
 A comparison stops a run only if arithmetic implies it: a healthy run cannot fail it, whatever its tensors hold. What is
-merely usual warns, with the same facts. docs/fp8.md has the table; a test holds it to this file.
+merely usual warns, with the same facts. docs/fp8.md lists them all on the site.
 """
 
 from dataclasses import dataclass
