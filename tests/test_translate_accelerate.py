@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpt_pretrain.translate.__main__ import main
-from gpt_pretrain.translate.formats import Given, translate_accelerate
+from gpt_pretrain.translate.formats import FORMATS, Given
 from tests.translations import FOLDER, translate
 
 TE, AO, MS_AMP, ZERO2 = (
@@ -96,7 +96,7 @@ def test_sharding_by_every_name(capsys, tmp_path, settings, parallelism):
 @pytest.mark.parametrize("files", [[TE], [AO], [MS_AMP, ZERO2]])
 def test_every_setting_is_in_a_list(files):
     given = Given(files=[FOLDER / file for file in files], words=[], environment={})
-    translation = translate_accelerate(given)
+    translation = FORMATS["accelerate"](given)
     texts = "\n".join(translation.texts())
     for file in files:
         for line in (FOLDER / file).read_text().splitlines():

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row, table
 
 _QWEN3_SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 # The last part of a repository's name, in lower case.
@@ -35,7 +35,7 @@ def preset_named(name: str) -> str | None:
 
 
 # Of Llama's, Mistral's, Qwen's and Mixtral's classes.
-FIELDS: Mapping[str, Row] = {
+_TABLE: Mapping[str, Row] = {
     "num_hidden_layers": Becomes("model.num_layers"),
     "hidden_size": Becomes("model.hidden_size"),
     "intermediate_size": Becomes("model.ffn_hidden_size"),
@@ -59,11 +59,11 @@ FIELDS: Mapping[str, Row] = {
     "rope_scaling": NotHere("rope was stretched", "model.rope_scaling_factor stretches it as Llama 3.1 does"),
     "sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
     "use_sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
-    **dict.fromkeys(
-        ("architectures", "max_window_layers", "bos_token_id", "eos_token_id", "use_cache", "_target_", "torch_dtype"),
-        NoNeed("training does not read it"),
-    ),
+    """
+    architectures max_window_layers bos_token_id eos_token_id use_cache _target_ torch_dtype
+    """: NoNeed("training does not read it"),
 }
+FIELDS = table(_TABLE)
 
 
 def is_inline(values: Mapping[str, Any], section: str) -> bool:

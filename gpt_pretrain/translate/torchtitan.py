@@ -2,10 +2,10 @@
 
 import math
 
-from gpt_pretrain.translate.common import set_sharding
+from gpt_pretrain.translate.common import set_betas, set_full_recomputation, set_preset, set_sharding
 from gpt_pretrain.translate.torchao_fp8 import set_torchao
-from gpt_pretrain.translate.torchtitan_settings import PRESETS, SIZES
-from gpt_pretrain.translate.translation import Source, Translation
+from gpt_pretrain.translate.torchtitan_settings import DEFAULTS, NUMBERS, PRESETS, RENAMED, ROWS, SIZES
+from gpt_pretrain.translate.translation import Program, Source, Translation
 
 
 def derive(source: Source, translation: Translation) -> None:
@@ -22,15 +22,10 @@ def derive(source: Source, translation: Translation) -> None:
 def _model(source: Source, translation: Translation) -> None:
     names = ("model.name", "model.flavor")
     flavor = str(source.get(names[0])), str(source.get(names[1]))
-    translation.preset = PRESETS.get(flavor)
-    if flavor in SIZES:
-        for size, value in SIZES[flavor].items():
-            translation.derive(source, f"model.{size}", value, *names)
-    elif translation.preset is None:
-        translation.preset = "base"
-        translation.lose(", ".join(map(source.shown, names)), "the model", "no preset is the same; choose model=…")
-    else:
-        translation.not_needed += [(source.shown(name), f"model={translation.preset} is it") for name in names]
+    for size, value in SIZES.get(flavor, {}).items():
+        translation.derive(f"model.{size}", value, *names)
+    if flavor not in SIZES:
+        set_preset(translation, PRESETS.get(flavor), *names)
     if flavor[0] == "llama3":
         translation.notes.append(
             "torchtitan of 2025 and newer stretches rope as Llama 3.1 does; with it add model.rope_scaling_factor=8"
@@ -41,17 +36,17 @@ def _layout(source: Source, translation: Translation) -> None:
     prefix = "parallelism."
     tp = source.get(f"{prefix}tensor_parallel_degree")
     how = "its tensor parallelism always splits the sequence, too" if tp > 1 else ""
-    translation.derive(source, "model.sequence_parallel", tp > 1, f"{prefix}tensor_parallel_degree", how=how)
+    translation.derive("model.sequence_parallel", tp > 1, f"{prefix}tensor_parallel_degree", how=how)
     replicas, shards = (source.get(f"{prefix}data_parallel_{kind}_degree") for kind in ("replicate", "shard"))
     names = (f"{prefix}data_parallel_shard_degree", f"{prefix}fsdp_reshard_after_forward")
     keeps_weights = source.get(f"{prefix}fsdp_reshard_after_forward") == "never"
     strategy = None if shards == 1 else "optim_grads" if keeps_weights else "optim_grads_params"
-    set_sharding(source, translation, strategy, *names)
+    set_sharding(translation, strategy, *names)
     replicate = f"{prefix}data_parallel_replicate_degree"
     if strategy is not None:
-        translation.derive(source, "model.num_distributed_optimizer_instances", replicas, replicate)
+        translation.derive("model.num_distributed_optimizer_instances", replicas, replicate)
     else:
-        translation.derive(source, "model.overlap_grad_reduce", replicas > 1, replicate)
+        translation.derive("model.overlap_grad_reduce", replicas > 1, replicate)
     _batch(source, translation, replicas, shards)
 
 
@@ -65,12 +60,12 @@ def _batch(source: Source, translation: Translation, replicas: int, shards: int)
     if source.get("parallelism.pipeline_parallel_degree") > 1:
         name = "parallelism.pipeline_parallel_microbatch_size"
         micro = source.get(name, 1)
-    translation.derive(source, "model.micro_batch_size", micro, name)
+    translation.derive("model.micro_batch_size", micro, name)
     if batch > 0:
-        translation.derive(source, "model.global_batch_size", batch, "training.global_batch_size")
+        translation.derive("model.global_batch_size", batch, "training.global_batch_size")
     elif ranks > 0:
         how = f"{local} × {ranks} data-parallel ranks"
-        translation.derive(source, "model.global_batch_size", local * ranks, "training.local_batch_size", how=how)
+        translation.derive("model.global_batch_size", local * ranks, "training.local_batch_size", how=how)
     else:
         why = f"{local} samples for each data-parallel rank; say how many processes there are with --env WORLD_SIZE=…"
         translation.up_to_you.append(
@@ -82,32 +77,29 @@ def _batch(source: Source, translation: Translation, replicas: int, shards: int)
 
 
 def _schedule(source: Source, translation: Translation) -> None:
-    betas = ("optimizer.beta1", "optimizer.beta2")
-    given = any(beta in source.given for beta in betas)
-    value = [source.get(beta) for beta in betas]
-    translation.set("model.optim.betas", value, ", ".join(map(source.shown, betas)), given=given)
+    set_betas(translation, "optimizer.beta1", "optimizer.beta2")
     if source.get("optimizer.name") == "Adam":
         translation.notes.append("torch's Adam adds weight decay to the gradient; here it is decoupled (AdamW)")
     key, prefix = "model.optim.sched", "lr_scheduler."
     # Without the last bits of a product of decimal fractions.
     least = float(f"{source.get('optimizer.lr') * source.get(f'{prefix}min_lr_factor'):.12g}")
     how = f"{source.get('optimizer.lr'):g} × {source.get(f'{prefix}min_lr_factor'):g}"
-    translation.derive(source, f"{key}.min_lr", least, f"{prefix}min_lr_factor", how=how)
+    translation.derive(f"{key}.min_lr", least, f"{prefix}min_lr_factor", how=how)
     kind, ratio = source.get(f"{prefix}decay_type"), source.get(f"{prefix}decay_ratio")
     steps, warmup = source.get("training.steps"), source.get(f"{prefix}warmup_steps")
     if ratio is not None:
         phase = min(round(steps * ratio), steps - warmup)
         how = f"{ratio:g} × {steps:,} steps" + (", what the warmup leaves" if phase < round(steps * ratio) else "")
-        translation.derive(source, f"{key}.name", "wsd", f"{prefix}decay_ratio")
-        translation.derive(source, f"{key}.wsd_decay_steps", phase, f"{prefix}decay_ratio", how=how)
+        translation.derive(f"{key}.name", "wsd", f"{prefix}decay_ratio")
+        translation.derive(f"{key}.wsd_decay_steps", phase, f"{prefix}decay_ratio", how=how)
         style = {"sqrt": "minus_sqrt"}.get(kind, kind)
-        translation.derive(source, f"{key}.wsd_decay_style", style, f"{prefix}decay_type")
+        translation.derive(f"{key}.wsd_decay_style", style, f"{prefix}decay_type")
     elif kind in ("linear", "cosine"):
-        translation.derive(source, f"{key}.name", kind, f"{prefix}decay_type")
+        translation.derive(f"{key}.name", kind, f"{prefix}decay_type")
     else:
         here = "model.optim.sched.name=wsd has it (minus_sqrt); linear takes its place"
         translation.lose(source.shown(f"{prefix}decay_type"), "the rate fell with the root of the step", here)
-        translation.derive(source, f"{key}.name", "linear", f"{prefix}decay_type")
+        translation.derive(f"{key}.name", "linear", f"{prefix}decay_type")
 
 
 def _fp8(source: Source, translation: Translation) -> None:
@@ -119,7 +111,7 @@ def _fp8(source: Source, translation: Translation) -> None:
     if on or source.get(old):
         set_torchao(source, translation, section, "model.converters" if on else old)
     elif "model.converters" in source.given or old in source.given:
-        translation.derive(source, "model.fp8", False, "model.converters", old)
+        translation.derive("model.fp8", False, "model.converters", old)
     for name in names:
         if name and name not in on:
             translation.lose(
@@ -128,14 +120,12 @@ def _fp8(source: Source, translation: Translation) -> None:
 
 
 def _recomputation(source: Source, translation: Translation) -> None:
-    name, key = "activation_checkpoint.mode", "model.activations_checkpoint"
+    name = "activation_checkpoint.mode"
     mode = source.get(name)
     if mode == "full":
-        translation.derive(source, f"{key}_granularity", "full", name)
-        translation.derive(source, f"{key}_method", "uniform", name)
-        translation.derive(source, f"{key}_num_layers", 1, name)
+        set_full_recomputation(translation, name)
         return
-    translation.derive(source, f"{key}_granularity", None, name)
+    translation.derive("model.activations_checkpoint_granularity", None, name)
     if mode == "selective":
         option = "activation_checkpoint.selective_ac_option"
         shown = ", ".join(source.shown(each) for each in (name, option) if each in source.values)
@@ -154,12 +144,12 @@ def _data(source: Source, translation: Translation) -> None:
         told = f"{why} ({', '.join(map(source.shown, tokenizers))})"
         translation.up_to_you.append(("model.tokenizer.model", told))
     if not source.get("validation.enabled"):
-        translation.derive(source, "trainer.limit_val_batches", 0, "validation.enabled")
+        translation.derive("trainer.limit_val_batches", 0, "validation.enabled")
         return
-    translation.derive(source, "trainer.val_check_interval", source.get("validation.freq"), "validation.freq")
-    translation.derive(source, "trainer.validate_at_start", False, "validation.enabled")
+    translation.take("trainer.val_check_interval", "validation.freq")
+    translation.derive("trainer.validate_at_start", False, "validation.enabled")
     if source.get("validation.steps") > 0:
-        translation.derive(source, "trainer.limit_val_batches", source.get("validation.steps"), "validation.steps")
+        translation.take("trainer.limit_val_batches", "validation.steps")
     else:
         there = "the whole validation set was scored"
         translation.lose(source.shown("validation.steps"), there, "trainer.limit_val_batches of it")
@@ -169,14 +159,26 @@ def _saves(source: Source, translation: Translation) -> None:
     on = bool(source.get("checkpoint.enable"))
     by_time = source.get("checkpoint.interval_type") == "seconds"
     interval, names = source.get("checkpoint.interval"), ("checkpoint.interval", "checkpoint.enable")
-    translation.derive(source, "checkpoint.save_interval", interval if on and not by_time else None, *names)
+    translation.derive("checkpoint.save_interval", interval if on and not by_time else None, *names)
     minutes = interval / 60 if on and by_time else None
-    translation.derive(source, "checkpoint.save_interval_minutes", minutes, *names)
-    translation.derive(source, "checkpoint.save_at_end", on, "checkpoint.enable")
+    translation.derive("checkpoint.save_interval_minutes", minutes, *names)
+    translation.derive("checkpoint.save_at_end", on, "checkpoint.enable")
     translation.derive(
-        source, "checkpoint.keep_last", source.get("checkpoint.keep_latest_k") or None, "checkpoint.keep_latest_k"
+        "checkpoint.keep_last", source.get("checkpoint.keep_latest_k") or None, "checkpoint.keep_latest_k"
     )
     asynchronous = source.get("checkpoint.async_mode") != "disabled"
-    translation.derive(source, "checkpoint.async_save", asynchronous, "checkpoint.async_mode")
+    translation.derive("checkpoint.async_save", asynchronous, "checkpoint.async_mode")
     if "job.dump_folder" in source.given:
         translation.up_to_you.append(("run_dir", f"where the run writes ({source.shown('job.dump_folder')})"))
+
+
+PROGRAM = Program(
+    name="torchtitan",
+    rows=ROWS,
+    derive=derive,
+    # Its files are the only ones in TOML.
+    marks=("job training",),
+    defaults=DEFAULTS,
+    renamed=RENAMED,
+    numbers=NUMBERS,
+)

@@ -5,9 +5,8 @@ Defaults are those of `torchtitan/config/job_config.py`.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row
+from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row, defaults, table
 
 _DEGREES = (
     "data_parallel_shard_degree",
@@ -43,42 +42,15 @@ RENAMED: Mapping[str, str] = {
         )
     },
 }
-DEFAULTS: Mapping[str, Any] = {
-    "model.name": "llama3",
-    "model.flavor": "debugmodel",
-    "optimizer.name": "AdamW",
-    "optimizer.lr": 8e-4,
-    "optimizer.beta1": 0.9,
-    "optimizer.beta2": 0.95,
-    "optimizer.eps": 1e-8,
-    "optimizer.weight_decay": 0.1,
-    "lr_scheduler.warmup_steps": 200,
-    "lr_scheduler.decay_type": "linear",
-    "lr_scheduler.min_lr_factor": 0.0,
-    "training.local_batch_size": 8,
-    "training.global_batch_size": -1,
-    "training.seq_len": 2048,
-    "training.max_norm": 1.0,
-    "training.steps": 10000,
-    "training.gc_freq": 50,
-    "training.mixed_precision_param": "bfloat16",
-    "training.deterministic": False,
-    "parallelism.data_parallel_replicate_degree": 1,
-    "parallelism.data_parallel_shard_degree": -1,
-    "parallelism.tensor_parallel_degree": 1,
-    "parallelism.pipeline_parallel_degree": 1,
-    "parallelism.context_parallel_degree": 1,
-    "parallelism.expert_parallel_degree": 1,
-    "metrics.log_freq": 10,
-    "checkpoint.enable": False,
-    "checkpoint.interval": 500,
-    "checkpoint.keep_latest_k": 10,
-    "checkpoint.async_mode": "disabled",
-    "activation_checkpoint.mode": "selective",
-    "validation.enabled": False,
-    "validation.freq": 10,
-    "validation.steps": -1,
-}
+DEFAULTS = defaults("""
+model.name=llama3 .flavor=debugmodel optimizer.name=AdamW .lr=0.0008 .beta1=0.9 .beta2=0.95 .eps=1e-8
+.weight_decay=0.1 lr_scheduler.warmup_steps=200 .decay_type=linear .min_lr_factor=0.0 training.local_batch_size=8
+.global_batch_size=-1 .seq_len=2048 .max_norm=1.0 .steps=10000 .gc_freq=50 .mixed_precision_param=bfloat16
+.deterministic=false parallelism.data_parallel_replicate_degree=1 .data_parallel_shard_degree=-1
+.tensor_parallel_degree=1 .pipeline_parallel_degree=1 .context_parallel_degree=1 .expert_parallel_degree=1
+metrics.log_freq=10 checkpoint.enable=false .interval=500 .keep_latest_k=10 .async_mode=disabled
+activation_checkpoint.mode=selective validation.enabled=false .freq=10 .steps=-1
+""")
 NUMBERS = (
     *(name for name, value in DEFAULTS.items() if isinstance(value, int | float) and not isinstance(value, bool)),
     "lr_scheduler.decay_ratio",
@@ -115,14 +87,8 @@ SIZES: Mapping[tuple[str, str], Mapping[str, int]] = {
     },
 }
 
-ROWS: Mapping[str, Row] = {
-    "model.name": TOGETHER,
-    "model.flavor": TOGETHER,
-    "model.converters": TOGETHER,
+_TABLE: Mapping[str, Row] = {
     "model.norm_type": NotHere("the norm was of that kind", "it is the preset's", ("rmsnorm", "fused_rmsnorm")),
-    **dict.fromkeys(
-        ("model.tokenizer_path", "model.hf_assets_path", "training.dataset", "training.dataset_path"), TOGETHER
-    ),
     "model.print_after_conversion": NoNeed("python -m gpt_pretrain.plan shows the matrix products"),
     "optimizer.name": Becomes(
         "model.optim.name",
@@ -133,17 +99,10 @@ ROWS: Mapping[str, Row] = {
     "optimizer.lr": Becomes("model.optim.lr"),
     "optimizer.eps": Becomes("model.optim.eps"),
     "optimizer.weight_decay": Becomes("model.optim.weight_decay"),
-    "optimizer.beta1": TOGETHER,
-    "optimizer.beta2": TOGETHER,
     "optimizer.early_step_in_backward": NotHere("weights were updated in the backward pass", "after it"),
-    **dict.fromkeys(("optimizer.fused", "optimizer.foreach", "optimizer.implementation"), NoNeed("Adam is fused here")),
+    "optimizer.fused .foreach .implementation": NoNeed("Adam is fused here"),
     "lr_scheduler.warmup_steps": Becomes("model.optim.sched.warmup_steps"),
-    "lr_scheduler.decay_ratio": TOGETHER,
-    "lr_scheduler.decay_type": TOGETHER,
-    "lr_scheduler.min_lr_factor": TOGETHER,
     "lr_scheduler.total_steps": Becomes("model.optim.sched.decay_steps"),
-    "training.local_batch_size": TOGETHER,
-    "training.global_batch_size": TOGETHER,
     "training.seq_len": Becomes("model.encoder_seq_length"),
     "training.steps": Becomes("trainer.max_steps"),
     "training.max_norm": Becomes("trainer.gradient_clip_val"),
@@ -154,71 +113,47 @@ ROWS: Mapping[str, Row] = {
     "training.mixed_precision_reduce": Becomes("model.grad_reduce_in_fp32", {"float32": True, "bfloat16": False}),
     "training.dtype": NotHere("weights and optimizer states had that type", "masters are fp32", ("float32",)),
     "training.enable_cpu_offload": NotHere("weights and states were in the host's memory", "they are on the GPU"),
-    "parallelism.data_parallel_replicate_degree": TOGETHER,
-    "parallelism.data_parallel_shard_degree": TOGETHER,
-    "parallelism.fsdp_reshard_after_forward": TOGETHER,
     "parallelism.tensor_parallel_degree": Becomes("model.tensor_model_parallel_size"),
     "parallelism.pipeline_parallel_degree": Becomes("model.pipeline_model_parallel_size"),
     "parallelism.context_parallel_degree": Becomes("model.context_parallel_size"),
     "parallelism.expert_parallel_degree": Becomes("model.expert_model_parallel_size"),
     "parallelism.expert_tensor_parallel_degree": Becomes("model.expert_tensor_parallel_size"),
-    "parallelism.pipeline_parallel_microbatch_size": TOGETHER,
-    "parallelism.pipeline_parallel_microbatches": TOGETHER,
     "parallelism.pipeline_parallel_schedule": NotHere(
         "stages worked by that schedule",
         "by 1F1B, interleaved with model.virtual_pipeline_model_parallel_size",
         ("1F1B", "1f1b", "Interleaved1F1B"),
     ),
-    **dict.fromkeys(
-        ("parallelism.pipeline_parallel_split_points", "parallelism.pipeline_parallel_layers_per_stage"),
-        NotHere("stages were split there", "each has the same number of layers", (None, [], "")),
-    ),
+    """
+    parallelism.pipeline_parallel_split_points .pipeline_parallel_layers_per_stage
+    """: NotHere("stages were split there", "each has the same number of layers", (None, [], "")),
     "parallelism.context_parallel_rotate_method": NoNeed("keys pass around in a ring"),
     "parallelism.enable_async_tensor_parallel": Becomes("model.tp_comm_overlap"),
-    **dict.fromkeys(
-        ("parallelism.enable_loss_parallel", "parallelism.disable_loss_parallel"),
-        NoNeed("the loss is split over tensor-parallel ranks"),
-    ),
+    "parallelism.enable_loss_parallel .disable_loss_parallel": NoNeed("the loss is split over tensor-parallel ranks"),
     "parallelism.enable_compiled_autograd": NoNeed("nothing is compiled"),
-    **dict.fromkeys(("compile.enable", "compile.components"), NoNeed("fused kernels stand for compilation")),
+    "compile.enable .components": NoNeed("fused kernels stand for compilation"),
     "metrics.log_freq": Becomes("trainer.log_every_n_steps"),
     "metrics.enable_wandb": Becomes("logging.wandb"),
-    "checkpoint.enable": TOGETHER,
-    "checkpoint.interval": TOGETHER,
-    "checkpoint.interval_type": TOGETHER,
-    "checkpoint.keep_latest_k": TOGETHER,
-    "checkpoint.async_mode": TOGETHER,
     "checkpoint.initial_load_path": NotHere("weights came from there", "import_torchtitan imports Llama 3"),
     "checkpoint.folder": NoNeed("a run writes to RUN_DIR/checkpoints"),
-    **dict.fromkeys(
-        (
-            "checkpoint.last_save_model_only",
-            "checkpoint.model_weights_only",
-            "checkpoint.export_dtype",
-            "checkpoint.last_save_in_hf",
-        ),
-        NoNeed("checkpoints are whole; python -m gpt_pretrain.export writes weights alone"),
-    ),
-    "activation_checkpoint.mode": TOGETHER,
-    "activation_checkpoint.selective_ac_option": TOGETHER,
-    "validation.enabled": TOGETHER,
-    "validation.freq": TOGETHER,
-    "validation.steps": TOGETHER,
+    """
+    checkpoint.last_save_model_only .model_weights_only .export_dtype .last_save_in_hf
+    """: NoNeed("checkpoints are whole; python -m gpt_pretrain.export writes weights alone"),
     "validation.local_batch_size": NoNeed("validation has training's batch"),
     "validation.seq_len": NoNeed("validation has training's length"),
-    "job.dump_folder": TOGETHER,
+    """
+    activation_checkpoint.mode .selective_ac_option checkpoint.enable .interval .interval_type .keep_latest_k
+    .async_mode job.dump_folder lr_scheduler.decay_ratio .decay_type .min_lr_factor model.name .flavor .converters
+    .tokenizer_path .hf_assets_path optimizer.beta1 .beta2 parallelism.data_parallel_replicate_degree
+    .data_parallel_shard_degree .fsdp_reshard_after_forward .pipeline_parallel_microbatch_size
+    .pipeline_parallel_microbatches training.dataset .dataset_path .local_batch_size .global_batch_size
+    validation.enabled .freq .steps
+    """: TOGETHER,
+    # By the beginning of their names
+    "job.*": NoNeed("a description of the job"),
+    "profiling.*": NoNeed("python -m gpt_pretrain.benchmark benchmark.profile=true profiles a run"),
+    "metrics.*": NoNeed("RUN_DIR/tensorboard is written (logging.tensorboard)"),
+    "comm.*": NoNeed("trainer.hang_timeout watches over exchanges"),
+    "memory_estimation.*": NoNeed("python -m gpt_pretrain.plan forecasts memory"),
+    "quantize.linear.float8.*": TOGETHER,
 }
-PREFIXES: Mapping[str, Row] = {
-    "job.": NoNeed("a description of the job"),
-    "profiling.": NoNeed("python -m gpt_pretrain.benchmark benchmark.profile=true profiles a run"),
-    "metrics.": NoNeed("RUN_DIR/tensorboard is written (logging.tensorboard)"),
-    "comm.": NoNeed("trainer.hang_timeout watches over exchanges"),
-    "memory_estimation.": NoNeed("python -m gpt_pretrain.plan forecasts memory"),
-    "quantize.linear.float8.": TOGETHER,
-}
-
-
-def rows_of(names: Mapping[str, Any]) -> dict[str, Row]:
-    """The rows of all settings of a file."""
-    by_prefix = {name: row for prefix, row in PREFIXES.items() for name in names if name.startswith(prefix)}
-    return {**by_prefix, **ROWS}
+ROWS = table(_TABLE)
