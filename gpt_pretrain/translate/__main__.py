@@ -7,7 +7,8 @@ report goes to stderr. Files are read as data: nothing in them runs.
     python -m gpt_pretrain.translate [--from FORMAT] [--env NAME=VALUE]… FILE… [ARGUMENT…]
 
 --from    megatron-lm (arguments, or a shell script with them), nemo (1.x),
-          torchtitan, automodel, accelerate (with DeepSpeed's JSON);
+          torchtitan, automodel, megatron-bridge (run_config.yaml), nanotron,
+          litgpt, gpt-neox, accelerate (with DeepSpeed's JSON);
           found out from the file if it is not given
 --env     a variable that only the environment of a script knows ($1 is called
           1), or WORLD_SIZE for files that do not say how many processes run

@@ -48,10 +48,10 @@ _TABLE: Mapping[str, Row] = {
     .fsdp_activation_checkpointing parallelism_config.parallelism_config_dp_replicate_size
     """: TOGETHER,
     **rows(DEEPSPEED),
+    f"{DEEPSPEED}offload_*": OFFLOAD,
     # By the beginning of their names
     "fsdp_config.* parallelism_config.*": NoNeed("a detail of its sharding"),
 }
-ROWS = table(_TABLE)
 _STRATEGIES = {"FULL_SHARD": "optim_grads_params", "SHARD_GRAD_OP": "optim_grads", "NO_SHARD": None}
 
 
@@ -209,7 +209,7 @@ def _fsdp(source: Source, translation: Translation) -> None:
 
 PROGRAM = Program(
     name="Accelerate",
-    rows=ROWS,
+    rows=table(_TABLE),
     derive=derive,
     marks=(
         """

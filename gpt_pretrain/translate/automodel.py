@@ -25,6 +25,7 @@ from gpt_pretrain.translate.translation import (
     Row,
     Source,
     Translation,
+    becomes,
     names,
     table,
 )
@@ -33,30 +34,22 @@ _CONFIG = "model.config"
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
 
 _TABLE: Mapping[str, Row] = {
+    **becomes("""
+    step_scheduler.global_batch_size=model.global_batch_size .local_batch_size=model.micro_batch_size seed=model.seed
+    rng.seed=model.seed dataset.index_mapping_dir=model.data.cache_dir dataloader.num_workers=model.data.num_workers
+    optimizer.lr=model.optim.lr .betas=model.optim.betas .eps=model.optim.eps
+    lr_scheduler.lr_warmup_steps=model.optim.sched.warmup_steps .lr_decay_steps=model.optim.sched.decay_steps
+    .min_lr=model.optim.sched.min_lr .init_lr=model.optim.sched.init_lr
+    clip_grad_norm.max_norm=trainer.gradient_clip_val wandb.project=logging.wandb_project .entity=logging.wandb_entity
+    """),
     **{f"{_CONFIG}.{name}": row for name, row in FIELDS.items()},
-    "step_scheduler.global_batch_size": Becomes("model.global_batch_size"),
-    "step_scheduler.local_batch_size": Becomes("model.micro_batch_size"),
-    "seed": Becomes("model.seed"),
-    "rng.seed": Becomes("model.seed"),
     "model.torch_dtype": Becomes("trainer.precision", _DTYPES, there="weights had that type", here="they are BF16"),
     "checkpoint.restore_from": NotHere("training went on from it", "Automodel's checkpoints are not read"),
     "distributed.mp_policy.param_dtype": Becomes("trainer.precision", _DTYPES, here="they are BF16"),
-    "dataset.index_mapping_dir": Becomes("model.data.cache_dir"),
-    "dataloader.num_workers": Becomes("model.data.num_workers"),
-    "optimizer.lr": Becomes("model.optim.lr"),
-    "optimizer.betas": Becomes("model.optim.betas"),
-    "optimizer.eps": Becomes("model.optim.eps"),
     "optimizer.weight_decay": Becomes("model.optim.weight_decay", float),
     "lr_scheduler.lr_decay_style": Becomes(
         "model.optim.sched.name", DECAY_STYLES, there="the rate fell that way", here="by a cosine"
     ),
-    "lr_scheduler.lr_warmup_steps": Becomes("model.optim.sched.warmup_steps"),
-    "lr_scheduler.lr_decay_steps": Becomes("model.optim.sched.decay_steps"),
-    "lr_scheduler.min_lr": Becomes("model.optim.sched.min_lr"),
-    "lr_scheduler.init_lr": Becomes("model.optim.sched.init_lr"),
-    "clip_grad_norm.max_norm": Becomes("trainer.gradient_clip_val"),
-    "wandb.project": Becomes("logging.wandb_project"),
-    "wandb.entity": Becomes("logging.wandb_entity"),
     """
     recipe peft checkpoint.enabled .checkpoint_dir dataset._target_ .paths .seq_length .split distributed.tp_size
     .cp_size .pp_size .ep_size .dp_size .dp_replicate_size .sequence_parallel .activation_checkpointing .strategy
@@ -96,7 +89,6 @@ _TABLE: Mapping[str, Row] = {
     },
     "dataset.* fp8.*": TOGETHER,
 }
-ROWS = table(_TABLE)
 NUMBERS = names("""
 step_scheduler.max_steps .num_epochs .ckpt_every_steps .val_every_steps packed_sequence.packed_sequence_size
 dataset.seq_length validation_dataset.num_val_samples
@@ -242,5 +234,5 @@ def _run(source: Source, translation: Translation) -> None:
 
 
 PROGRAM = Program(
-    name="NeMo-Automodel", rows=ROWS, derive=derive, marks=("step_scheduler fp8.recipe_name",), numbers=NUMBERS
+    name="NeMo-Automodel", rows=table(_TABLE), derive=derive, marks=("step_scheduler fp8.recipe_name",), numbers=NUMBERS
 )

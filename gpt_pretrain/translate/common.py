@@ -1,5 +1,6 @@
 """What several formats translate alike: rows of the vocabulary, decays, sharded data parallelism, weighted paths."""
 
+import math
 from typing import Any
 
 from gpt_pretrain.translate.translation import Source, Translation
@@ -74,6 +75,17 @@ def set_sizes(translation: Translation, ffn: str, channels: str, groups: str) ->
         derived = {"ffn_hidden_size": 4 * hidden, "kv_channels": hidden // heads, "num_query_groups": heads}
         for (key, value), name in zip(derived.items(), (ffn, channels, groups), strict=True):
             translation.derive(f"model.{key}", translation.source.get(name) or value, name)
+
+
+def set_init(translation: Translation, layers: int, std: float | None, output: float | None, *names: str) -> None:
+    """Deviations of initial weights and of output projections, which here are smaller by the root of 2 × layers."""
+    shown = ", ".join(map(translation.source.shown, names))
+    if std is not None:
+        translation.derive("model.init_method_std", float(f"{std:.6g}"), names[0])
+    ours = translation.value("model.init_method_std", 0.02) / math.sqrt(2 * layers)
+    if std is None or output is None or not math.isclose(ours, output, rel_tol=0.01):
+        there = f"output projections began with a deviation of {output:.4g}" if output else "weights began that way"
+        translation.lose(shown, there, f"they begin with {ours:.4g}")
 
 
 def data_parallel_ranks(translation: Translation, model_ranks: int) -> int:

@@ -20,7 +20,7 @@ _TABLE: Mapping[str, Row] = {
     gradient_clipping steps_per_print
     """: TOGETHER,
     "zero_optimization.*": NoNeed("buckets are sized here (model.ddp_bucket_size)"),
-    "zero_optimization.offload_param* .offload_optimizer* offload_*": OFFLOAD,
+    "zero_optimization.offload_param* .offload_optimizer*": OFFLOAD,
     "fp16.* bf16.*": NoNeed("BF16 needs no loss scaling"),
     "wall_clock_breakdown*": NoNeed("python -m gpt_pretrain.benchmark times a run"),
     "flops_profiler*": NoNeed("every record has the throughput"),

@@ -8,11 +8,28 @@ from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.config.files import read_foreign_text
-from gpt_pretrain.translate import accelerate, automodel, megatron_lm, nemo, torchtitan
+from gpt_pretrain.translate import (
+    accelerate,
+    automodel,
+    gpt_neox,
+    litgpt,
+    megatron_bridge,
+    megatron_lm,
+    nanotron,
+    nemo,
+    torchtitan,
+)
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
 from gpt_pretrain.translate.megatron_options import ROWS
 from gpt_pretrain.translate.structured_files import as_written, flat, has, look_up, read_values, with_options
-from gpt_pretrain.translate.translation import Program, Source, Translation, names, translate_source
+from gpt_pretrain.translate.translation import (
+    Program,
+    Source,
+    Translation,
+    names,
+    other_kinds_refused,
+    translate_source,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,8 +121,11 @@ def translate_files(program: Program, given: Given) -> Translation:
     source = Source(
         program=program.name, values=look_up({**program.defaults, **values}), given=written, numbers=program.numbers
     )
+    with other_kinds_refused(program.name):
+        source = program.prepare(source, translation)
     translate_source(program.rows, program.derive, source, translation)
-    return translation if given.files else _of_given(translation)
+    is_whole = given.files and (not program.complete or program.complete in values)
+    return translation if is_whole else _of_given(translation)
 
 
 def _of_given(translation: Translation) -> Translation:
@@ -135,10 +155,15 @@ def _set_processes(given: Given, translation: Translation) -> None:
     translation.set("trainer.num_nodes", world // local, origin)
 
 
+# Accelerate's files have the fewest marks.
 PROGRAMS: Mapping[str, Program] = {
     "nemo": nemo.PROGRAM,
     "torchtitan": torchtitan.PROGRAM,
     "automodel": automodel.PROGRAM,
+    "megatron-bridge": megatron_bridge.PROGRAM,
+    "nanotron": nanotron.PROGRAM,
+    "litgpt": litgpt.PROGRAM,
+    "gpt-neox": gpt_neox.PROGRAM,
     "accelerate": accelerate.PROGRAM,
 }
 FORMATS: Mapping[str, Callable[[Given], Translation]] = {
@@ -160,19 +185,8 @@ def format_of(given: Given) -> str:
     if path.suffix == ".toml":
         return "torchtitan"
     for name, program in PROGRAMS.items():
-        if all(has(values, *names(mark)) for mark in program.marks):
+        if program.marks and all(has(values, *names(mark)) for mark in program.marks):
             return name
-    for name, marks in _NOT_YET.items():
-        if all(has(values, *names(mark)) for mark in marks):
-            known = ", ".join(FORMATS)
-            raise ConfigError([f"{path} is of {name}, which is not translated yet; those that are: {known}"])
+    if has(values, "language_model") and has(values, "model_parallel"):
+        raise ConfigError([f"{path} is of Megatron-LM (--yaml-cfg), which is not translated; give its arguments"])
     raise ConfigError([f"{path}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
-
-
-_NOT_YET: Mapping[str, Sequence[str]] = {
-    "Megatron-Bridge": ("model._target_", "ddp mixed_precision rerun_state_machine"),
-    "nanotron": ("parallelism", "tokens", "optimizer"),
-    "GPT-NeoX": ("pipe_parallel_size pipe-parallel-size model_parallel_size model-parallel-size",),
-    "litgpt": ("train", "out_dir model_name model_config tokenizer_dir"),
-    "Megatron-LM (--yaml-cfg)": ("language_model", "model_parallel"),
-}

@@ -15,6 +15,7 @@ Values are effective: a default of the other program counts as much as what was 
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -84,6 +85,11 @@ def names(text: str) -> list[str]:
 def table(rows: Mapping[str, Row]) -> dict[str, Row]:
     """One row a name, of rows that several have."""
     return {name: Becomes(name) if row is SAME else row for several, row in rows.items() for name in names(several)}
+
+
+def becomes(text: str) -> dict[str, Row]:
+    """Rows of `their_name=our.key` words, for values that are the same; their names as in a table."""
+    return {name: Becomes(key) for name, key in (word.split("=") for word in names(text))}
 
 
 def defaults(text: str) -> dict[str, Any]:
@@ -235,16 +241,30 @@ class Program:
     derive: Callable[[Source, Translation], None]
     """Translates what depends on several settings."""
     marks: Sequence[str]
-    """A file of it has one name at least of each text."""
+    """A YAML or JSON file of it has one name at least of each text."""
     words: Callable[[Mapping[str, Any], Sequence[str]], tuple[dict[str, Any], dict[str, str]]] | None = with_options
     """How its command line changes values (`structured_files`); None: it does not."""
     json_section: str = ""
     """The section that a JSON file is."""
+    complete: str = ""
+    """A setting of every whole configuration; without it, what is given is translated alone."""
+    prepare: Callable[["Source", "Translation"], "Source"] = lambda source, translation: source
+    """Brings settings into the form that the rows have."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     """Names of today by those of earlier versions."""
     numbers: Collection[str] = ()
     """Settings that have a number, or none, beside those that become numbers of ours."""
+
+
+@contextmanager
+def other_kinds_refused(program: str) -> Iterator[None]:
+    """Says of a value that no calculation takes that it is of another kind."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+        told = f"a setting has a value of another kind than {program} takes"
+        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
 
 
 def translate_source(
@@ -258,12 +278,9 @@ def translate_source(
     if wrong := [source.shown(name) for name in source.given if _is_no_number(name, rows, source)]:
         raise ConfigError([f"{setting} is no number, which {source.program} takes here" for setting in wrong])
     translation.source = source
-    try:
+    with other_kinds_refused(source.program):
         _apply_rows(rows, source, translation)
         derive(source, translation)
-    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
-        told = f"a setting has a value of another kind than {source.program} takes"
-        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
     texts = "\n".join(translation.texts())
     for name, shown in source.given.items():
         if shown not in texts:
