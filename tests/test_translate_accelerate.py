@@ -5,7 +5,7 @@ import json
 import pytest
 
 from gpt_pretrain.translate.__main__ import main
-from gpt_pretrain.translate.formats import Given, translate_accelerate
+from gpt_pretrain.translate.formats import FORMATS, Given, format_of
 from tests.translations import FOLDER, translate
 
 TE, AO, MS_AMP, ZERO2 = (
@@ -96,7 +96,7 @@ def test_sharding_by_every_name(capsys, tmp_path, settings, parallelism):
 @pytest.mark.parametrize("files", [[TE], [AO], [MS_AMP, ZERO2]])
 def test_every_setting_is_in_a_list(files):
     given = Given(files=[FOLDER / file for file in files], words=[], environment={})
-    translation = translate_accelerate(given)
+    translation = FORMATS["accelerate"](given)
     texts = "\n".join(translation.texts())
     for file in files:
         for line in (FOLDER / file).read_text().splitlines():
@@ -110,19 +110,25 @@ def test_every_setting_is_in_a_list(files):
     [
         ("parallelism: {dp: 2}\ntokens: {sequence_length: 8}\noptimizer: {zero_stage: 0}\n", "nanotron"),
         ("model_name: pythia-14m\nout_dir: out\ntrain: {global_batch_size: 4}\n", "litgpt"),
-        ("pipe-parallel-size: 1\nmodel-parallel-size: 1\nnum-layers: 12\n", "GPT-NeoX"),
-        ("model: {_target_: megatron.bridge.models.x}\nddp: {bucket_size: 1}\n", "Megatron-Bridge"),
+        ("pipe-parallel-size: 1\nmodel-parallel-size: 1\nnum-layers: 12\n", "gpt-neox"),
+        ("model: {_target_: megatron.bridge.models.x}\nddp: {bucket_size: 1}\n", "megatron-bridge"),
     ],
 )
-def test_what_is_not_translated_yet_is_refused_by_name(capsys, tmp_path, text, program):
+def test_a_file_tells_its_program(tmp_path, text, program):
     path = tmp_path / "other.yaml"
     path.write_text(text)
+
+    assert format_of(Given(files=[path], words=[], environment={})) == program
+
+
+def test_what_is_not_translated_is_refused_by_name(capsys, tmp_path):
+    path = tmp_path / "other.yaml"
+    path.write_text("language_model: {num_layers: 2}\nmodel_parallel: {tensor_model_parallel_size: 1}\n")
 
     assert main([str(path)]) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ")
-    assert program in message
-    assert "megatron-lm, nemo, torchtitan" in message
+    assert "--yaml-cfg" in message
 
 
 @pytest.mark.parametrize(

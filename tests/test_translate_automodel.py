@@ -3,7 +3,7 @@
 import pytest
 from omegaconf import OmegaConf
 
-from gpt_pretrain.translate.formats import Given, translate_automodel
+from gpt_pretrain.translate.formats import FORMATS, Given
 from gpt_pretrain.translate.structured_files import flat
 from tests.translations import FOLDER, translate
 
@@ -80,7 +80,7 @@ def test_qwen3_8b_by_its_sizes(capsys):
 @pytest.mark.parametrize("file", [LLAMA, GPT2, QWEN])
 def test_every_setting_is_in_a_list(file):
     path = FOLDER / file
-    translation = translate_automodel(Given(files=[path], words=["--model.new_key=3"], environment={}))
+    translation = FORMATS["automodel"](Given(files=[path], words=["--model.new_key=3"], environment={}))
     texts = "\n".join(translation.texts())
     for name in [*flat(OmegaConf.to_container(OmegaConf.load(path))), "model.new_key"]:
         assert f"{name}=" in texts

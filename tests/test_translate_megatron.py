@@ -273,7 +273,8 @@ OPTIONS = {action.dest: action for action in megatron_parser()._actions}
 
 
 def test_every_row_is_an_option_of_the_wheel():
-    assert ROWS.keys() - OPTIONS.keys() == set()
+    # Those that end in a star are beginnings of names.
+    assert {name for name in ROWS if not name.endswith("*")} - OPTIONS.keys() == set()
 
 
 def test_no_option_is_dropped_silently():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpt_pretrain.translate.formats import Given, translate_nemo
+from gpt_pretrain.translate.formats import FORMATS, Given
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.translations import FOLDER, translate
 
@@ -114,7 +114,7 @@ def test_overrides_alone(capsys):
 
 @pytest.mark.parametrize("file", [GPT, LLAMA])
 def test_every_setting_is_in_a_list(file):
-    translation = translate_nemo(Given(files=[FOLDER / file], words=["++model.new_key=3"], environment={}))
+    translation = FORMATS["nemo"](Given(files=[FOLDER / file], words=["++model.new_key=3"], environment={}))
     texts = "\n".join(translation.texts())
     assert [lost.setting for lost in translation.lost if "new_key" in lost.setting] == ["++model.new_key=3"]
     for line in (FOLDER / file).read_text().splitlines():

@@ -4,7 +4,7 @@ import tomllib
 
 import pytest
 
-from gpt_pretrain.translate.formats import Given, translate_torchtitan
+from gpt_pretrain.translate.formats import FORMATS, Given
 from gpt_pretrain.translate.structured_files import flat
 from tests.translations import FOLDER, translate
 
@@ -105,7 +105,7 @@ def test_options_alone(capsys):
 @pytest.mark.parametrize("file", [OLD, NEW, DEBUG])
 def test_every_setting_is_in_a_list(file):
     path = FOLDER / file
-    translation = translate_torchtitan(Given(files=[path], words=["--model.new_key=3"], environment={}))
+    translation = FORMATS["torchtitan"](Given(files=[path], words=["--model.new_key=3"], environment={}))
     texts = "\n".join(translation.texts())
     for name in [*flat(tomllib.loads(path.read_text())), "model.new_key"]:
         assert f"{name}=" in texts

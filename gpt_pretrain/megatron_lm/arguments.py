@@ -26,7 +26,7 @@ from gpt_pretrain.huggingface.import_hf import BESIDE_WEIGHTS
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.translate import megatron_lm
 from gpt_pretrain.translate.megatron_arguments import megatron_parser
-from gpt_pretrain.translate.megatron_options import rows_of
+from gpt_pretrain.translate.megatron_options import ROWS
 from gpt_pretrain.translate.translation import Source, Translation, translate_source
 
 # Names of earlier versions.
@@ -54,7 +54,7 @@ def fields_of(arguments: Mapping[str, Any], origin: str) -> dict[str, tuple[Any,
     )
     translation = Translation(program="Megatron-LM", name="imported")
     try:
-        translate_source(rows_of(source.values), megatron_lm.derive, source, translation)
+        translate_source(ROWS, megatron_lm.derive, source, translation)
     except ConfigError as error:
         raise UserError(f"the arguments in {origin} cannot be read: {error}") from error
     lost = [each for each in translation.lost if each.setting.partition("=")[0] in known]

@@ -5,105 +5,76 @@ that fine-tune start from published weights, which are imported here first.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
-from gpt_pretrain.translate.common import DECAY_STYLES, blend, set_sharding
+from gpt_pretrain.translate.common import (
+    DECAY_STYLES,
+    blend,
+    set_full_recomputation,
+    set_preset,
+    set_saves,
+    set_sharding,
+)
 from gpt_pretrain.translate.hugging_face import FIELDS, is_inline, preset_named
 from gpt_pretrain.translate.torchao_fp8 import set_torchao
-from gpt_pretrain.translate.translation import TOGETHER, Becomes, NoNeed, NotHere, Row, Source, Translation
+from gpt_pretrain.translate.translation import (
+    TOGETHER,
+    Becomes,
+    NoNeed,
+    NotHere,
+    Program,
+    Row,
+    Source,
+    Translation,
+    becomes,
+    names,
+    table,
+)
 
 _CONFIG = "model.config"
 _DTYPES = {"bf16": "bf16", "bfloat16": "bf16", "torch.bfloat16": "bf16", "fp32": "fp32", "float32": "fp32"}
 
-ROWS: Mapping[str, Row] = {
-    "recipe": TOGETHER,
-    "step_scheduler.global_batch_size": Becomes("model.global_batch_size"),
-    "step_scheduler.local_batch_size": Becomes("model.micro_batch_size"),
-    "step_scheduler.max_steps": TOGETHER,
-    "step_scheduler.num_epochs": TOGETHER,
-    "step_scheduler.ckpt_every_steps": TOGETHER,
-    "step_scheduler.val_every_steps": TOGETHER,
-    "seed": Becomes("model.seed"),
-    "rng.seed": Becomes("model.seed"),
-    "model._target_": TOGETHER,
-    "model.pretrained_model_name_or_path": TOGETHER,
-    f"{_CONFIG}.pretrained_model_name_or_path": TOGETHER,
+_TABLE: Mapping[str, Row] = {
+    **becomes("""
+    step_scheduler.global_batch_size=model.global_batch_size .local_batch_size=model.micro_batch_size seed=model.seed
+    rng.seed=model.seed dataset.index_mapping_dir=model.data.cache_dir dataloader.num_workers=model.data.num_workers
+    optimizer.lr=model.optim.lr .betas=model.optim.betas .eps=model.optim.eps
+    lr_scheduler.lr_warmup_steps=model.optim.sched.warmup_steps .lr_decay_steps=model.optim.sched.decay_steps
+    .min_lr=model.optim.sched.min_lr .init_lr=model.optim.sched.init_lr
+    clip_grad_norm.max_norm=trainer.gradient_clip_val wandb.project=logging.wandb_project .entity=logging.wandb_entity
+    """),
+    **{f"{_CONFIG}.{name}": row for name, row in FIELDS.items()},
     "model.torch_dtype": Becomes("trainer.precision", _DTYPES, there="weights had that type", here="they are BF16"),
-    "checkpoint.enabled": TOGETHER,
-    "checkpoint.checkpoint_dir": TOGETHER,
     "checkpoint.restore_from": NotHere("training went on from it", "Automodel's checkpoints are not read"),
-    "distributed.tp_size": TOGETHER,
-    "distributed.cp_size": TOGETHER,
-    "distributed.pp_size": TOGETHER,
-    "distributed.ep_size": TOGETHER,
-    "distributed.dp_size": TOGETHER,
-    "distributed.dp_replicate_size": TOGETHER,
-    "distributed.sequence_parallel": TOGETHER,
-    "distributed_config.sequence_parallel": TOGETHER,
-    "distributed.activation_checkpointing": TOGETHER,
-    "distributed.strategy": TOGETHER,
-    "distributed._target_": TOGETHER,
-    "distributed_config._target_": TOGETHER,
     "distributed.mp_policy.param_dtype": Becomes("trainer.precision", _DTYPES, here="they are BF16"),
-    "distributed.mp_policy.reduce_dtype": TOGETHER,
-    "packed_sequence.packed_sequence_size": TOGETHER,
-    "dataset._target_": TOGETHER,
-    "dataset.paths": TOGETHER,
-    "dataset.seq_length": TOGETHER,
-    "dataset.split": TOGETHER,
-    "dataset.index_mapping_dir": Becomes("model.data.cache_dir"),
-    "dataloader.num_workers": Becomes("model.data.num_workers"),
-    "validation_dataset._target_": TOGETHER,
-    "validation_dataset.num_val_samples": TOGETHER,
-    "optimizer._target_": TOGETHER,
-    "optimizer.lr": Becomes("model.optim.lr"),
-    "optimizer.betas": Becomes("model.optim.betas"),
-    "optimizer.eps": Becomes("model.optim.eps"),
     "optimizer.weight_decay": Becomes("model.optim.weight_decay", float),
     "lr_scheduler.lr_decay_style": Becomes(
-        "model.optim.sched.name",
-        DECAY_STYLES,
-        there="the rate fell that way",
-        here="by a cosine",
+        "model.optim.sched.name", DECAY_STYLES, there="the rate fell that way", here="by a cosine"
     ),
-    "lr_scheduler.lr_warmup_steps": Becomes("model.optim.sched.warmup_steps"),
-    "lr_scheduler.lr_decay_steps": Becomes("model.optim.sched.decay_steps"),
-    "lr_scheduler.min_lr": Becomes("model.optim.sched.min_lr"),
-    "lr_scheduler.init_lr": Becomes("model.optim.sched.init_lr"),
-    "clip_grad_norm.max_norm": Becomes("trainer.gradient_clip_val"),
-    "wandb.project": Becomes("logging.wandb_project"),
-    "wandb.entity": Becomes("logging.wandb_entity"),
-    "wandb.name": TOGETHER,
-    "peft": TOGETHER,
-}
-NUMBERS = (
-    "step_scheduler.max_steps",
-    "step_scheduler.num_epochs",
-    "step_scheduler.ckpt_every_steps",
-    "step_scheduler.val_every_steps",
-    "packed_sequence.packed_sequence_size",
-    "dataset.seq_length",
-    "validation_dataset.num_val_samples",
-)
-PREFIXES: Mapping[str, Row] = {
-    "rng.": NoNeed("seeds are the same function of the rank in every layout"),
-    "dist_env.": NoNeed("trainer.hang_timeout watches over exchanges"),
-    "compile.": NoNeed("fused kernels stand for compilation"),
-    "loss_fn": NoNeed("the loss is cross entropy"),
-    "checkpoint.": NoNeed("checkpoints have one format; python -m gpt_pretrain.export writes safetensors"),
-    "model.backend.": NoNeed("kernels are chosen here"),
-    "distributed.": NoNeed("a detail of its sharding"),
-    "distributed_config.": NoNeed("a detail of its sharding"),
-    "dataloader.": NoNeed("batches are megatron-core's"),
-    "validation_dataloader.": NoNeed("batches are megatron-core's"),
-    "dataset.": TOGETHER,
-    "validation_dataset.": NoNeed("validation takes the data's own split, or model.data.validation_prefix"),
-    "packed_sequence.": NoNeed("samples are always full: documents follow each other"),
-    "optimizer.": NoNeed("Adam's states are fp32 (model.optim.use_precision_aware_optimizer for others)"),
-    "wandb.": NoNeed("W&B's own"),
-    "peft.": NotHere("a few weights of adapters were trained", "all weights are", ()),
-    "fp8.": TOGETHER,
-    "ci.": NoNeed("of its tests"),
+    """
+    recipe peft checkpoint.enabled .checkpoint_dir dataset._target_ .paths .seq_length .split distributed.tp_size
+    .cp_size .pp_size .ep_size .dp_size .dp_replicate_size .sequence_parallel .activation_checkpointing .strategy
+    ._target_ distributed.mp_policy.reduce_dtype distributed_config.sequence_parallel ._target_ model._target_
+    .pretrained_model_name_or_path model.config.pretrained_model_name_or_path optimizer._target_
+    packed_sequence.packed_sequence_size step_scheduler.max_steps .num_epochs .ckpt_every_steps .val_every_steps
+    validation_dataset._target_ .num_val_samples wandb.name
+    """: TOGETHER,
+    # By the beginning of their names
+    "rng.*": NoNeed("seeds are the same function of the rank in every layout"),
+    "dist_env.*": NoNeed("trainer.hang_timeout watches over exchanges"),
+    "compile.*": NoNeed("fused kernels stand for compilation"),
+    "loss_fn*": NoNeed("the loss is cross entropy"),
+    "checkpoint.*": NoNeed("checkpoints have one format; python -m gpt_pretrain.export writes safetensors"),
+    "model.backend.*": NoNeed("kernels are chosen here"),
+    "distributed.*": NoNeed("a detail of its sharding"),
+    "distributed_config.*": NoNeed("a detail of its sharding"),
+    "dataloader.*": NoNeed("batches are megatron-core's"),
+    "validation_dataloader.*": NoNeed("batches are megatron-core's"),
+    "validation_dataset.*": NoNeed("validation takes the data's own split, or model.data.validation_prefix"),
+    "packed_sequence.*": NoNeed("samples are always full: documents follow each other"),
+    "optimizer.*": NoNeed("Adam's states are fp32 (model.optim.use_precision_aware_optimizer for others)"),
+    "wandb.*": NoNeed("W&B's own"),
+    "peft.*": NotHere("a few weights of adapters were trained", "all weights are", ()),
+    "ci.*": NoNeed("of its tests"),
     **{
         f"model.{name}": NoNeed("of its own loading of models")
         for name in (
@@ -116,14 +87,12 @@ PREFIXES: Mapping[str, Row] = {
             "output_hidden_states",
         )
     },
+    "dataset.* fp8.*": TOGETHER,
 }
-
-
-def rows_of(names: Mapping[str, Any]) -> dict[str, Row]:
-    """The rows of all settings of a file."""
-    by_prefix = {name: row for prefix, row in PREFIXES.items() for name in names if name.startswith(prefix)}
-    fields = {f"{_CONFIG}.{name}": row for name, row in FIELDS.items()}
-    return {**by_prefix, **fields, **ROWS}
+NUMBERS = names("""
+step_scheduler.max_steps .num_epochs .ckpt_every_steps .val_every_steps packed_sequence.packed_sequence_size
+dataset.seq_length validation_dataset.num_val_samples
+""")
 
 
 def _present(source: Source, *names: str) -> str:
@@ -141,7 +110,7 @@ def derive(source: Source, translation: Translation) -> None:
     if source.get("fp8.enabled"):
         set_torchao(source, translation, "fp8", "fp8.enabled")
     elif "fp8.enabled" in source.given:
-        translation.derive(source, "model.fp8", False, "fp8.enabled")
+        translation.derive("model.fp8", False, "fp8.enabled")
 
 
 def _model(source: Source, translation: Translation) -> None:
@@ -149,15 +118,10 @@ def _model(source: Source, translation: Translation) -> None:
     if is_inline(source.values, _CONFIG):
         # Of transformers' classes; those of GPT-2 have other fields.
         kind = str(source.get(f"{_CONFIG}._target_"))
-        translation.derive(source, "model.qk_layernorm", "Qwen3" in kind, f"{_CONFIG}._target_")
-        translation.derive(source, "model.normalization", "rmsnorm", f"{_CONFIG}._target_")
+        translation.derive("model.qk_layernorm", "Qwen3" in kind, f"{_CONFIG}._target_")
+        translation.derive("model.normalization", "rmsnorm", f"{_CONFIG}._target_")
     elif source.get(named):
-        translation.preset = preset_named(str(source.get(named)))
-        if translation.preset is None:
-            translation.preset = "base"
-            translation.lose(source.shown(named), "the model", "no preset is the same; choose model=…")
-        else:
-            translation.not_needed.append((source.shown(named), f"model={translation.preset} is it"))
+        set_preset(translation, preset_named(str(source.get(named))), named)
     if str(source.get("model._target_")).endswith("from_pretrained"):
         here = (
             "they begin fresh; python -m gpt_pretrain.import_hf imports them, and checkpoint.init_from starts from them"
@@ -175,32 +139,30 @@ def _layout(source: Source, translation: Translation) -> None:
     for size, key in keys.items():
         value = source.get(f"distributed.{size}_size")
         if isinstance(value, int):
-            translation.derive(source, f"model.{key}", value, f"distributed.{size}_size")
+            translation.derive(f"model.{key}", value, f"distributed.{size}_size")
     tp = source.get("distributed.tp_size") or 1
     sequence = _present(source, "distributed.sequence_parallel", "distributed_config.sequence_parallel")
     split = bool(source.get(sequence)) and tp != 1
-    translation.derive(source, "model.sequence_parallel", split, sequence)
+    translation.derive("model.sequence_parallel", split, sequence)
     named = _present(source, "distributed.strategy", "distributed._target_", "distributed_config._target_")
     kind = str(source.get(named) or "fsdp2").lower()
-    set_sharding(source, translation, None if "ddp" in kind else "optim_grads_params", named, "distributed.dp_size")
+    set_sharding(translation, None if "ddp" in kind else "optim_grads_params", named, "distributed.dp_size")
     replicas = source.get("distributed.dp_replicate_size")
     if isinstance(replicas, int) and "ddp" not in kind:
         name = "distributed.dp_replicate_size"
-        translation.derive(source, "model.num_distributed_optimizer_instances", replicas, name)
+        translation.derive("model.num_distributed_optimizer_instances", replicas, name)
     if source.get("distributed.activation_checkpointing"):
-        for name, value in (("granularity", "full"), ("method", "uniform"), ("num_layers", 1)):
-            key = f"model.activations_checkpoint_{name}"
-            translation.derive(source, key, value, "distributed.activation_checkpointing")
+        set_full_recomputation(translation, "distributed.activation_checkpointing")
     reduced = "distributed.mp_policy.reduce_dtype"
     if source.get(reduced):
-        translation.derive(source, "model.grad_reduce_in_fp32", "32" in str(source.get(reduced)), reduced)
+        translation.derive("model.grad_reduce_in_fp32", "32" in str(source.get(reduced)), reduced)
 
 
 def _optimizer(source: Source, translation: Translation) -> None:
     name = "optimizer._target_"
     kind = str(source.get(name)).rpartition(".")[2]
     if kind in ("AdamW", "Adam", "FusedAdam"):
-        translation.derive(source, "model.optim.name", "adam", name)
+        translation.derive("model.optim.name", "adam", name)
     elif name in source.given:
         translation.lose(source.shown(name), "the optimizer", "adam takes its place")
     if kind == "Adam" and source.get("optimizer.weight_decay"):
@@ -221,11 +183,11 @@ def _data(source: Source, translation: Translation) -> None:
     key, paths = "model.data.data_impl", source.get("dataset.paths")
     listed = [paths] if isinstance(paths, str) else list(paths or [])
     if "Mock" in kind:
-        translation.derive(source, key, "mock", "dataset._target_")
+        translation.derive(key, "mock", "dataset._target_")
     elif "MegatronPretraining" in kind:
-        translation.derive(source, key, "mmap", "dataset._target_")
+        translation.derive(key, "mmap", "dataset._target_")
         if listed and not any("*" in str(each) for each in listed):
-            translation.derive(source, "model.data.data_prefix", blend(listed), "dataset.paths")
+            translation.derive("model.data.data_prefix", blend(listed), "dataset.paths")
         else:
             why = f"the paths of the indexed files, without patterns ({source.shown('dataset.paths')})"
             translation.up_to_you.append(("model.data.data_prefix", why))
@@ -235,10 +197,10 @@ def _data(source: Source, translation: Translation) -> None:
         translation.up_to_you.append(("model.data.text_files", why))
     split = source.get("dataset.split")
     if isinstance(split, str) and split.count(",") == 2:
-        translation.derive(source, "model.data.splits_string", split.replace(" ", ""), "dataset.split")
+        translation.derive("model.data.splits_string", split.replace(" ", ""), "dataset.split")
     length = "dataset.seq_length" if source.get("dataset.seq_length") else "packed_sequence.packed_sequence_size"
     if source.get(length):
-        translation.derive(source, "model.encoder_seq_length", source.get(length), length)
+        translation.take("model.encoder_seq_length", length)
     else:
         translation.up_to_you.append(("model.encoder_seq_length", "samples had the lengths of their texts"))
 
@@ -246,29 +208,31 @@ def _data(source: Source, translation: Translation) -> None:
 def _run(source: Source, translation: Translation) -> None:
     prefix = "step_scheduler."
     if source.get(f"{prefix}max_steps"):
-        translation.derive(source, "trainer.max_steps", source.get(f"{prefix}max_steps"), f"{prefix}max_steps")
+        translation.take("trainer.max_steps", f"{prefix}max_steps")
     else:
         why = f"an epoch has an unknown number of steps ({source.shown(f'{prefix}num_epochs')})"
         translation.up_to_you.append(("trainer.max_steps", why))
     validates = "validation_dataset._target_" in source.values
     every = f"{prefix}val_every_steps"
     if validates:
-        translation.derive(source, "trainer.val_check_interval", source.get(every), every)
+        translation.take("trainer.val_check_interval", every)
         samples, batch = source.get("validation_dataset.num_val_samples"), translation.value("model.global_batch_size")
         if samples and batch:
             how = f"{samples:,} samples / {batch:,}"
             name = "validation_dataset.num_val_samples"
-            translation.derive(source, "trainer.limit_val_batches", max(1, samples // batch), name, how=how)
+            translation.derive("trainer.limit_val_batches", max(1, samples // batch), name, how=how)
     else:
         translation.set("trainer.limit_val_batches", 0, "there is no validation_dataset", given=False)
     saves, interval = bool(source.get("checkpoint.enabled")), source.get(f"{prefix}ckpt_every_steps")
-    names = (f"{prefix}ckpt_every_steps", "checkpoint.enabled")
-    translation.derive(source, "checkpoint.save_interval", interval if saves else None, *names)
-    translation.derive(source, "checkpoint.save_interval_minutes", None, "checkpoint.enabled", how="saves go by steps")
-    translation.derive(source, "checkpoint.save_at_end", saves, "checkpoint.enabled")
+    set_saves(translation, interval, f"{prefix}ckpt_every_steps", saves, "checkpoint.enabled")
     if source.get("checkpoint.checkpoint_dir"):
         translation.up_to_you.append(("run_dir", f"where the run writes ({source.shown('checkpoint.checkpoint_dir')})"))
     if source.get("wandb.project"):
-        translation.derive(source, "logging.wandb", True, "wandb.project")
+        translation.derive("logging.wandb", True, "wandb.project")
     if source.get("wandb.name"):
         translation.name = str(source.get("wandb.name"))
+
+
+PROGRAM = Program(
+    name="NeMo-Automodel", rows=table(_TABLE), derive=derive, marks=("step_scheduler fp8.recipe_name",), numbers=NUMBERS
+)

@@ -20,6 +20,7 @@ from gpt_pretrain.config.errors import ConfigError, visible, written
 from gpt_pretrain.config.files import find_conf_dir
 from gpt_pretrain.config.keys import flatten, schema_keys
 from gpt_pretrain.config.recipes import RECIPES
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of
 from gpt_pretrain.rules.check import config_problems
@@ -187,6 +188,19 @@ def _check(text: str, launch: Launch | None, *, rules: bool) -> tuple[Any, list[
             shown = re.compile(rf"{re.escape(str(place))}: | \(in {re.escape(str(place))}\)")
             return None, [shown.sub("", problem) for problem in error.problems]
         return job.config, []
+
+
+def config_of(text: str) -> Config:
+    """The configuration of an experiment.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    config, problems = _check(text, None, rules=False)
+    if problems:
+        raise ConfigError(problems)
+    assert isinstance(config, Config)
+    return config
 
 
 def _default_choices() -> Mapping[str, str]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +11,25 @@ from gpt_pretrain.config.files import read_foreign_text
 from gpt_pretrain.translate import (
     accelerate,
     automodel,
+    gpt_neox,
+    litgpt,
+    megatron_bridge,
     megatron_lm,
+    nanotron,
     nemo,
-    nemo_settings,
     torchtitan,
-    torchtitan_settings,
 )
 from gpt_pretrain.translate.megatron_arguments import read_arguments_of
-from gpt_pretrain.translate.megatron_options import rows_of
-from gpt_pretrain.translate.structured_files import (
-    as_written,
-    flat,
-    has,
-    look_up,
-    read_values,
-    with_options,
-    with_overrides,
+from gpt_pretrain.translate.megatron_options import ROWS
+from gpt_pretrain.translate.structured_files import as_written, flat, has, look_up, read_values, with_options
+from gpt_pretrain.translate.translation import (
+    Program,
+    Source,
+    Translation,
+    names,
+    other_kinds_refused,
+    translate_source,
 )
-from gpt_pretrain.translate.translation import Source, Translation, translate_source
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +76,7 @@ def translate_megatron_lm(given: Given) -> Translation:
         (f"export {name}={value}", "the environment is yours to set; Megatron-LM's own needs do not hold here")
         for name, value in read.exported.items()
     ]
-    translate_source(rows_of(read.values), megatron_lm.derive, source, translation)
+    translate_source(ROWS, megatron_lm.derive, source, translation)
     return translation
 
 
@@ -101,15 +103,29 @@ def _found[Content](read: Callable[[Path], Content], path: Path) -> Content:
         raise ConfigError([f"{path}: there is no such file"]) from error
 
 
-def translate_nemo(given: Given) -> Translation:
-    """Translates a NeMo 1.x file with overrides, or overrides alone."""
-    values, shown = with_overrides(_values(given.files[0]) if given.files else {}, given.words)
-    written = as_written(values, shown)
-    values = look_up(dict(nemo_settings.DEFAULTS if given.files else {}) | values)
-    translation = Translation(program="NeMo", name=given.name)
-    source = Source(program="NeMo", values=values, given=written, numbers=nemo_settings.NUMBERS)
-    translate_source(nemo_settings.rows_of(values), nemo.derive, source, translation)
-    return translation if given.files else _of_given(translation)
+def translate_files(program: Program, given: Given) -> Translation:
+    """Translates a program's files, of which the last counts, with its command line over them, or that alone."""
+    if given.words and program.words is None:
+        raise ConfigError([f"{given.words[0]!r}: {program.name}'s files are translated as they are; leave it out"])
+    values: dict[str, Any] = {}
+    shown: dict[str, str] = {}
+    for path in given.files:
+        section, own = program.json_section if path.suffix == ".json" else "", _values(path)
+        values |= {f"{section}{name}": value for name, value in own.items()}
+        shown |= {f"{section}{name}": text for name, text in as_written(own, {}).items()}
+    values, over = (program.words or with_options)(values, given.words)
+    written = {program.renamed.get(name, name): text for name, text in as_written(values, shown | over).items()}
+    values = {program.renamed.get(name, name): value for name, value in values.items()}
+    translation = Translation(program=program.name, name=given.name)
+    _set_processes(given, translation)
+    source = Source(
+        program=program.name, values=look_up({**program.defaults, **values}), given=written, numbers=program.numbers
+    )
+    with other_kinds_refused(program.name):
+        source = program.prepare(source, translation)
+    translate_source(program.rows, program.derive, source, translation)
+    is_whole = given.files and (not program.complete or program.complete in values)
+    return translation if is_whole else _of_given(translation)
 
 
 def _of_given(translation: Translation) -> Translation:
@@ -117,54 +133,6 @@ def _of_given(translation: Translation) -> Translation:
     translation.settings = {key: setting for key, setting in translation.settings.items() if setting.given}
     translation.lost = [lost for lost in translation.lost if "default)" not in lost.setting]
     translation.up_to_you = []
-    return translation
-
-
-def translate_torchtitan(given: Given) -> Translation:
-    """Translates a torchtitan file with options, or options alone."""
-    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
-    written = as_written(values, shown)
-    rename = torchtitan_settings.RENAMED
-    values = {rename.get(name, name): value for name, value in values.items()}
-    translation = Translation(program="torchtitan", name=given.name)
-    _set_processes(given, translation)
-    source = Source(
-        program="torchtitan",
-        values={**torchtitan_settings.DEFAULTS, **values},
-        given={rename.get(name, name): text for name, text in written.items()},
-        numbers=torchtitan_settings.NUMBERS,
-    )
-    translate_source(torchtitan_settings.rows_of(source.values), torchtitan.derive, source, translation)
-    return translation if given.files else _of_given(translation)
-
-
-def translate_automodel(given: Given) -> Translation:
-    """Translates a recipe of NeMo-Automodel, with options over it."""
-    values, shown = with_options(_values(given.files[0]) if given.files else {}, given.words)
-    translation = Translation(program="NeMo-Automodel", name=given.name)
-    _set_processes(given, translation)
-    written = as_written(values, shown)
-    source = Source(program="NeMo-Automodel", values=values, given=written, numbers=automodel.NUMBERS)
-    translate_source(automodel.rows_of(values), automodel.derive, source, translation)
-    return translation
-
-
-def translate_accelerate(given: Given) -> Translation:
-    """Translates Accelerate's YAML, DeepSpeed's JSON, or both."""
-    if given.words:
-        raise ConfigError([f"{given.words[0]!r}: Accelerate's files are translated as they are; leave it out"])
-    values: dict[str, Any] = {}
-    shown: dict[str, str] = {}
-    for path in given.files:
-        own = _values(path)
-        written = as_written(own, {})
-        section = f"{accelerate.DEEPSPEED}." if path.suffix == ".json" else ""
-        values |= {f"{section}{name}": value for name, value in own.items()}
-        shown |= {f"{section}{name}": text for name, text in written.items()}
-    translation = Translation(program="Accelerate", name=given.name)
-    _set_processes(given, translation)
-    source = Source(program="Accelerate", values=values, given=shown)
-    translate_source(accelerate.rows_of(values), accelerate.derive, source, translation)
     return translation
 
 
@@ -187,12 +155,20 @@ def _set_processes(given: Given, translation: Translation) -> None:
     translation.set("trainer.num_nodes", world // local, origin)
 
 
+# Accelerate's files have the fewest marks.
+PROGRAMS: Mapping[str, Program] = {
+    "nemo": nemo.PROGRAM,
+    "torchtitan": torchtitan.PROGRAM,
+    "automodel": automodel.PROGRAM,
+    "megatron-bridge": megatron_bridge.PROGRAM,
+    "nanotron": nanotron.PROGRAM,
+    "litgpt": litgpt.PROGRAM,
+    "gpt-neox": gpt_neox.PROGRAM,
+    "accelerate": accelerate.PROGRAM,
+}
 FORMATS: Mapping[str, Callable[[Given], Translation]] = {
     "megatron-lm": translate_megatron_lm,
-    "nemo": translate_nemo,
-    "torchtitan": translate_torchtitan,
-    "automodel": translate_automodel,
-    "accelerate": translate_accelerate,
+    **{name: partial(translate_files, program) for name, program in PROGRAMS.items()},
 }
 
 
@@ -208,35 +184,9 @@ def format_of(given: Given) -> str:
     values = _values(path)
     if path.suffix == ".toml":
         return "torchtitan"
-    for name, marks in _MARKS.items():
-        if all(has(values, *each) for each in marks):
+    for name, program in PROGRAMS.items():
+        if program.marks and all(has(values, *names(mark)) for mark in program.marks):
             return name
-    for name, marks in _NOT_YET.items():
-        if all(has(values, *each) for each in marks):
-            known = ", ".join(FORMATS)
-            raise ConfigError([f"{path} is of {name}, which is not translated yet; those that are: {known}"])
+    if has(values, "language_model") and has(values, "model_parallel"):
+        raise ConfigError([f"{path} is of Megatron-LM (--yaml-cfg), which is not translated; give its arguments"])
     raise ConfigError([f"{path}: its format is not known; name it with --from {'|'.join(FORMATS)}"])
-
-
-# Each format has one setting at least of each group.
-_MARKS: Mapping[str, Sequence[Sequence[str]]] = {
-    "automodel": [["step_scheduler", "fp8.recipe_name"]],
-    "accelerate": [
-        [
-            "compute_environment",
-            "distributed_type",
-            "mixed_precision",
-            "fp8_config",
-            "zero_optimization",
-            "train_micro_batch_size_per_gpu",
-        ]
-    ],
-    "nemo": [["trainer"], ["model.micro_batch_size", "model.encoder_seq_length", "model.megatron_amp_O2"]],
-}
-_NOT_YET: Mapping[str, Sequence[Sequence[str]]] = {
-    "Megatron-Bridge": [["model._target_"], ["ddp", "mixed_precision", "rerun_state_machine"]],
-    "nanotron": [["parallelism"], ["tokens"], ["optimizer"]],
-    "litgpt": [["train"], ["out_dir", "model_name", "model_config", "tokenizer_dir"]],
-    "GPT-NeoX": [["pipe_parallel_size", "pipe-parallel-size", "model_parallel_size", "model-parallel-size"]],
-    "Megatron-LM (--yaml-cfg)": [["language_model"], ["model_parallel"]],
-}

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row, becomes, table
 
 _QWEN3_SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 # The last part of a repository's name, in lower case.
@@ -14,6 +14,8 @@ PRESETS: Mapping[str, str] = {
     "llama-2-7b-hf": "llama2_7b",
     "meta-llama-3-8b": "llama3_8b",
     "meta-llama-3-70b": "llama3_70b",
+    "llama-3-8b": "llama3_8b",
+    "llama-3-70b": "llama3_70b",
     "llama-3.1-8b": "llama3_1_8b",
     "meta-llama-3.1-8b": "llama3_1_8b",
     "mistral-7b-v0.3": "mistral_7b",
@@ -35,35 +37,27 @@ def preset_named(name: str) -> str | None:
 
 
 # Of Llama's, Mistral's, Qwen's and Mixtral's classes.
-FIELDS: Mapping[str, Row] = {
-    "num_hidden_layers": Becomes("model.num_layers"),
-    "hidden_size": Becomes("model.hidden_size"),
-    "intermediate_size": Becomes("model.ffn_hidden_size"),
-    "moe_intermediate_size": Becomes("model.moe_ffn_hidden_size"),
-    "num_attention_heads": Becomes("model.num_attention_heads"),
-    "num_key_value_heads": Becomes("model.num_query_groups"),
-    "head_dim": Becomes("model.kv_channels"),
-    "vocab_size": Becomes("model.vocab_size"),
-    "max_position_embeddings": Becomes("model.max_position_embeddings"),
-    "rms_norm_eps": Becomes("model.layernorm_epsilon"),
+_TABLE: Mapping[str, Row] = {
+    **becomes("""
+    num_hidden_layers=model.num_layers hidden_size=model.hidden_size intermediate_size=model.ffn_hidden_size
+    moe_intermediate_size=model.moe_ffn_hidden_size num_attention_heads=model.num_attention_heads
+    num_key_value_heads=model.num_query_groups head_dim=model.kv_channels vocab_size=model.vocab_size
+    max_position_embeddings=model.max_position_embeddings rms_norm_eps=model.layernorm_epsilon
+    tie_word_embeddings=model.share_embeddings_and_output_weights initializer_range=model.init_method_std
+    attention_dropout=model.attention_dropout attention_bias=model.qkv_bias num_local_experts=model.num_moe_experts
+    num_experts=model.num_moe_experts num_experts_per_tok=model.moe_router_topk
+    router_aux_loss_coef=model.moe_aux_loss_coeff
+    """),
     "rope_theta": Becomes("model.rotary_base", int),
-    "tie_word_embeddings": Becomes("model.share_embeddings_and_output_weights"),
-    "initializer_range": Becomes("model.init_method_std"),
-    "attention_dropout": Becomes("model.attention_dropout"),
-    "attention_bias": Becomes("model.qkv_bias"),
-    "num_local_experts": Becomes("model.num_moe_experts"),
-    "num_experts": Becomes("model.num_moe_experts"),
-    "num_experts_per_tok": Becomes("model.moe_router_topk"),
-    "router_aux_loss_coef": Becomes("model.moe_aux_loss_coeff"),
     "hidden_act": Becomes("model.activation", {"silu": "swiglu"}, there="the MLP's activation", here=ANOTHER_MODEL),
     "rope_scaling": NotHere("rope was stretched", "model.rope_scaling_factor stretches it as Llama 3.1 does"),
     "sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
     "use_sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
-    **dict.fromkeys(
-        ("architectures", "max_window_layers", "bos_token_id", "eos_token_id", "use_cache", "_target_", "torch_dtype"),
-        NoNeed("training does not read it"),
-    ),
+    """
+    architectures max_window_layers bos_token_id eos_token_id use_cache _target_ torch_dtype
+    """: NoNeed("training does not read it"),
 }
+FIELDS = table(_TABLE)
 
 
 def is_inline(values: Mapping[str, Any], section: str) -> bool:

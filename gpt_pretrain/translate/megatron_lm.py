@@ -33,22 +33,22 @@ def _architecture(source: Source, translation: Translation) -> None:
         ffn = int((4 * hidden * 2 / 3) / 64) * 64 if gated else 4 * hidden
         how = "8/3 × hidden size, in multiples of 64" if gated else "4 × hidden size"
     if ffn:
-        translation.derive(source, "model.ffn_hidden_size", ffn, "ffn_hidden_size", how=how)
+        translation.derive("model.ffn_hidden_size", ffn, "ffn_hidden_size", how=how)
     if source.get("num_experts") and ffn:
         width = source.get("moe_ffn_hidden_size") or ffn
-        translation.derive(source, "model.moe_ffn_hidden_size", width, "moe_ffn_hidden_size")
+        translation.derive("model.moe_ffn_hidden_size", width, "moe_ffn_hidden_size")
         if source.get("moe_router_dtype") != "fp32":
             there = "the router computed in that type or its weights'"
             translation.lose(source.shown("moe_router_dtype"), there, "it computes in fp32")
     if heads:
         grouped = source.get("group_query_attention")
         groups = source.get("num_query_groups") if grouped else heads
-        translation.derive(source, "model.num_query_groups", groups, "num_query_groups", "group_query_attention")
+        translation.derive("model.num_query_groups", groups, "num_query_groups", "group_query_attention")
         if not grouped and "num_query_groups" in source.given:
             translation.notes.append(f"{source.given['num_query_groups']} does nothing without --group-query-attention")
     if heads and hidden:
         channels = source.get("kv_channels") or hidden // heads
-        translation.derive(source, "model.kv_channels", channels, "kv_channels")
+        translation.derive("model.kv_channels", channels, "kv_channels")
     _positions(source, translation)
     fused = "bias_swiglu_fusion" if gated else "bias_gelu_fusion"
     # megatron-core's fused bias and GELU is the tanh form; without it torch's is exact.
@@ -57,22 +57,22 @@ def _architecture(source: Source, translation: Translation) -> None:
     activation = "swiglu" if gated else "squared_relu" if squared else "gelu_tanh" if tanh else "gelu"
     gelu = f"GELU's {'tanh form, which its fused kernel computes' if tanh else 'exact form'}"
     how = "" if gated or squared else gelu
-    translation.derive(source, "model.activation", activation, "swiglu", "squared_relu", "bias_gelu_fusion", how=how)
+    translation.derive("model.activation", activation, "swiglu", "squared_relu", "bias_gelu_fusion", how=how)
     if fused in source.given:
-        translation.derive(source, "model.bias_activation_fusion", source.get(fused), fused)
+        translation.take("model.bias_activation_fusion", fused)
     bias = bool(source.get("add_qkv_bias")) and not source.get("add_bias_linear")
-    translation.derive(source, "model.qkv_bias", bias, "add_qkv_bias")
+    translation.derive("model.qkv_bias", bias, "add_qkv_bias")
 
 
 def _positions(source: Source, translation: Translation) -> None:
     kind = "rope" if source.get("use_rotary_position_embeddings") else source.get("position_embedding_type")
     names = ("position_embedding_type", "use_rotary_position_embeddings")
     if kind in ("rope", "learned_absolute"):
-        translation.derive(source, "model.position_embedding_type", kind, *names)
+        translation.derive("model.position_embedding_type", kind, *names)
     else:
         translation.lose(source.shown(names[0]), f"positions were {kind}", ANOTHER_MODEL)
     factor = source.get("rope_scaling_factor") if source.get("use_rope_scaling") else None
-    translation.derive(source, "model.rope_scaling_factor", factor, "use_rope_scaling", "rope_scaling_factor")
+    translation.derive("model.rope_scaling_factor", factor, "use_rope_scaling", "rope_scaling_factor")
 
 
 _OF_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
@@ -83,13 +83,13 @@ def _vocabulary(source: Source, translation: Translation) -> None:
     of_gpt2 = tokenizer == "GPT2BPETokenizer" or (tokenizer is None and source.get("vocab_file") is not None)
     if source.get("padded_vocab_size"):
         tokens = source.get("padded_vocab_size")
-        translation.derive(source, "model.vocab_size", tokens, "padded_vocab_size")
+        translation.derive("model.vocab_size", tokens, "padded_vocab_size")
     elif tokens:
-        translation.derive(source, "model.vocab_size", tokens, "vocab_size")
+        translation.derive("model.vocab_size", tokens, "vocab_size")
     elif of_gpt2:
         tokens = GPT2_TOKENS
         how = "GPT-2's BPE has 50,257 tokens"
-        translation.derive(source, "model.vocab_size", tokens, "tokenizer_type", "vocab_file", how=how)
+        translation.derive("model.vocab_size", tokens, "tokenizer_type", "vocab_file", how=how)
     else:
         translation.up_to_you.append(("model.vocab_size", "the number of tokens of the tokenizer that made the files"))
     if tokenizer == "NullTokenizer":
@@ -106,13 +106,13 @@ def _precision(source: Source, translation: Translation) -> None:
         there = "weights were FP16, with loss scaling and its skipped steps"
         translation.lose(source.shown("fp16"), there, "they are BF16, which needs no scaling (trainer.precision=bf16)")
     low = bool(source.get("bf16") or source.get("fp16"))
-    translation.derive(source, "trainer.precision", "bf16" if low else "fp32", "bf16", "fp16")
+    translation.derive("trainer.precision", "bf16" if low else "fp32", "bf16", "fp16")
     # Without --bf16 gradients have the weights' type, fp32.
     in_bf16 = low and bool(source.get("grad_reduce_in_bf16"))
     names = ("grad_reduce_in_bf16", "accumulate_allreduce_grads_in_fp32")
     if source.get("fp16") and not source.get("accumulate_allreduce_grads_in_fp32"):
         translation.notes.append("with --fp16 gradients were reduced in FP16; here in fp32 (model.grad_reduce_in_fp32)")
-    translation.derive(source, "model.grad_reduce_in_fp32", not in_bf16, *names)
+    translation.derive("model.grad_reduce_in_fp32", not in_bf16, *names)
 
 
 def _fp8(source: Source, translation: Translation) -> None:
@@ -120,21 +120,21 @@ def _fp8(source: Source, translation: Translation) -> None:
     names = [name for name, row in ROWS.items() if row is TOGETHER and name.startswith("fp8_")]
     names += ["first_last_layers_bf16", "num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16"]
     if format is None:
-        translation.derive(source, "model.fp8", False, "fp8")
+        translation.derive("model.fp8", False, "fp8")
         given = [source.given[name] for name in names if name in source.given]
         translation.notes += [f"{setting} does nothing without --fp8-format" for setting in given]
         return
-    translation.derive(source, "model.fp8", True, "fp8")
+    translation.derive("model.fp8", True, "fp8")
     if recipe == "custom":
         translation.lose(source.shown("fp8_recipe"), "a recipe of the user's own", "delayed scaling takes its place")
     else:
-        translation.derive(source, "model.fp8_recipe", recipe, "fp8_recipe")
+        translation.derive("model.fp8_recipe", recipe, "fp8_recipe")
     if recipe in ("delayed", "tensorwise") or format == "hybrid":
-        translation.derive(source, f"model.fp8_{format}", True, "fp8")
+        translation.derive(f"model.fp8_{format}", True, "fp8")
     keys = {name: f"model.{name}" for name in names} | {"fp8_param_gather": "model.fp8_params"}
     for name, key in keys.items():
         if name != "fp8_recipe":
-            translation.derive(source, key, source.get(name), name)
+            translation.take(key, name)
 
 
 def _layout(source: Source, translation: Translation) -> None:
@@ -142,7 +142,7 @@ def _layout(source: Source, translation: Translation) -> None:
     sequence = bool(source.get("sequence_parallel"))
     if sequence and tp == 1:
         translation.not_needed.append((source.shown("sequence_parallel"), "Megatron-LM turns it off at TP 1"))
-    translation.derive(source, "model.sequence_parallel", sequence and tp > 1, "sequence_parallel")
+    translation.derive("model.sequence_parallel", sequence and tp > 1, "sequence_parallel")
     per_stage, chunks = source.get("num_layers_per_virtual_pipeline_stage"), None
     layers = source.get("num_layers")
     name = "num_layers_per_virtual_pipeline_stage"
@@ -152,10 +152,10 @@ def _layout(source: Source, translation: Translation) -> None:
     elif source.get("num_virtual_stages_per_pipeline_rank"):
         name, chunks = "num_virtual_stages_per_pipeline_rank", source.get("num_virtual_stages_per_pipeline_rank")
     key = "model.virtual_pipeline_model_parallel_size"
-    translation.derive(source, key, None if chunks == 1 else chunks, name, how=how)
+    translation.derive(key, None if chunks == 1 else chunks, name, how=how)
     names = ("recompute_granularity", "recompute_activations")
     granularity = "selective" if source.get("recompute_activations") else source.get("recompute_granularity")
-    translation.derive(source, "model.activations_checkpoint_granularity", granularity, *names)
+    translation.derive("model.activations_checkpoint_granularity", granularity, *names)
     _sharding(source, translation)
 
 
@@ -169,19 +169,17 @@ def _sharding(source: Source, translation: Translation) -> None:
         name = source.given["data_parallel_sharding_strategy"]
         translation.notes.append(f"{name} does nothing without --use-megatron-fsdp")
     shards = strategy in ("optim_grads", "optim_grads_params")
-    translation.derive(source, "model.data_parallel_sharding_strategy", strategy if shards else None, *names)
+    translation.derive("model.data_parallel_sharding_strategy", strategy if shards else None, *names)
     distributed = bool(source.get("use_distributed_optimizer")) or shards or strategy == "optim"
-    translation.derive(
-        source, "model.use_distributed_optimizer", distributed or None, "use_distributed_optimizer", *names
-    )
+    translation.derive("model.use_distributed_optimizer", distributed or None, "use_distributed_optimizer", *names)
     for name in ("overlap_grad_reduce", "overlap_param_gather"):
         value = bool(source.get(name)) or shards
         how = "sharding overlaps here in any case" if shards and not source.get(name) else ""
-        translation.derive(source, f"model.{name}", value, name, *(names if shards else ()), how=how)
+        translation.derive(f"model.{name}", value, name, *(names if shards else ()), how=how)
     instances = source.get("num_distributed_optimizer_instances")
     name = "num_distributed_optimizer_instances"
     if instances == 1 or shards:
-        translation.derive(source, f"model.{name}", instances, name)
+        translation.derive(f"model.{name}", instances, name)
     else:
         there = "groups of ranks had the optimizer's states each"
         translation.lose(source.shown(name), there, "only model.data_parallel_sharding_strategy has groups")
@@ -192,7 +190,7 @@ def _batch_and_length(source: Source, translation: Translation) -> None:
     steps = source.get("step_batch_size_schedule")
     if batch is None and isinstance(steps, str) and (last := steps.rpartition(":")[2].strip()).isdecimal():
         name = "step_batch_size_schedule"
-        translation.derive(source, "model.global_batch_size", int(last), name, how="its last batch")
+        translation.derive("model.global_batch_size", int(last), name, how="its last batch")
         return
     devices, nodes = translation.value("trainer.devices"), translation.value("trainer.num_nodes") or 1
     if batch is None and micro and devices:
@@ -202,21 +200,21 @@ def _batch_and_length(source: Source, translation: Translation) -> None:
     if batch is None:
         translation.up_to_you.append(("model.global_batch_size", "one microbatch of every data-parallel rank"))
         return
-    translation.derive(source, "model.global_batch_size", batch, "global_batch_size", "micro_batch_size", how=how)
+    translation.derive("model.global_batch_size", batch, "global_batch_size", "micro_batch_size", how=how)
 
 
 def _data(source: Source, translation: Translation) -> None:
     paths, train = source.get("data_path"), source.get("train_data_path")
     key = "model.data.data_impl"
     if source.get("mock_data"):
-        translation.derive(source, key, "mock", "mock_data")
+        translation.derive(key, "mock", "mock_data")
     elif paths or train:
         name = "data_path" if paths else "train_data_path"
-        translation.derive(source, key, "mmap", name)
-        translation.derive(source, "model.data.data_prefix", blend(paths or train), name)
+        translation.derive(key, "mmap", name)
+        translation.derive("model.data.data_prefix", blend(paths or train), name)
         if source.get("valid_data_path"):
             prefix = blend(source.get("valid_data_path"))
-            translation.derive(source, "model.data.validation_prefix", prefix, "valid_data_path")
+            translation.derive("model.data.validation_prefix", prefix, "valid_data_path")
     else:
         names = [name for name in ("data_args_path", "per_split_data_args_path") if name in source.given]
         where = f"; {', '.join(map(source.shown, names))} names a file, which is not read" if names else ""
@@ -228,11 +226,11 @@ def _data(source: Source, translation: Translation) -> None:
         # validate_args has this default for --data-path.
         text = "969,30,1" if split is None else str(split).strip("'\"").replace(" ", "")
         how = "" if split is not None else "969, 30, 1 where --data-path stands alone"
-        translation.derive(source, "model.data.splits_string", text, "split", how=how)
+        translation.derive("model.data.splits_string", text, "split", how=how)
     positions, mask = source.get("reset_position_ids"), source.get("reset_attention_mask")
     masking = ("reset_attention_mask", "dataloader_inter_document_masking", "reset_position_ids")
     masked = bool(mask or source.get(masking[1]))
-    translation.derive(source, "model.data.inter_document_masking", masked, *masking)
+    translation.derive("model.data.inter_document_masking", masked, *masking)
     if positions and not masked:
         there = "positions began anew in each document, and attention crossed them"
         translation.lose(
@@ -245,18 +243,18 @@ def _data(source: Source, translation: Translation) -> None:
 def _saves(source: Source, translation: Translation) -> None:
     saves = source.get("save") is not None
     interval = source.get("save_interval") if saves else None
-    translation.derive(source, "checkpoint.save_interval", interval, "save_interval", "save")
+    translation.derive("checkpoint.save_interval", interval, "save_interval", "save")
     how = "saves go by steps alone" if saves else "without --save nothing is saved"
-    translation.derive(source, "checkpoint.save_interval_minutes", None, "save", how=how)
-    translation.derive(source, "checkpoint.save_at_end", saves, "save")
+    translation.derive("checkpoint.save_interval_minutes", None, "save", how=how)
+    translation.derive("checkpoint.save_at_end", saves, "save")
     if source.get("save_retain_interval"):
-        translation.derive(source, "checkpoint.keep_every", source.get("save_retain_interval"), "save_retain_interval")
-        translation.derive(source, "checkpoint.keep_last", 1, "save_retain_interval")
-    translation.derive(source, "trainer.validate_at_start", False, "eval_iters", how="it never validates before step 1")
+        translation.take("checkpoint.keep_every", "save_retain_interval")
+        translation.derive("checkpoint.keep_last", 1, "save_retain_interval")
+    translation.derive("trainer.validate_at_start", False, "eval_iters", how="it never validates before step 1")
     project = source.get("wandb_project")
     if project:
-        translation.derive(source, "logging.wandb", True, "wandb_project")
-        translation.derive(source, "logging.wandb_project", project, "wandb_project")
+        translation.derive("logging.wandb", True, "wandb_project")
+        translation.derive("logging.wandb_project", project, "wandb_project")
     if source.get("wandb_exp_name"):
         translation.name = str(source.get("wandb_exp_name"))
     if saves:

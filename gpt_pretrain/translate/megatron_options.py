@@ -8,7 +8,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from gpt_pretrain.translate.common import DECAY_STYLES
-from gpt_pretrain.translate.translation import ANOTHER_MODEL, TOGETHER, Becomes, NoNeed, NotHere, Row, Untranslatable
+from gpt_pretrain.translate.translation import (
+    ANOTHER_MODEL,
+    TOGETHER,
+    Becomes,
+    NoNeed,
+    NotHere,
+    Row,
+    Untranslatable,
+    becomes,
+    table,
+)
 
 
 def _one(value: Any) -> Any:
@@ -43,46 +53,48 @@ def _interval(value: Any) -> int | None:
 
 
 _OFF = {False: False}
-ROWS: Mapping[str, Row] = {
+_TABLE: Mapping[str, Row] = {
+    **becomes("""
+    num_layers=model.num_layers hidden_size=model.hidden_size num_attention_heads=model.num_attention_heads
+    max_position_embeddings=model.max_position_embeddings rotary_base=model.rotary_base
+    rotary_percent=model.rotary_percentage layernorm_epsilon=model.layernorm_epsilon add_bias_linear=model.bias
+    qk_layernorm=model.qk_layernorm hidden_dropout=model.hidden_dropout attention_dropout=model.attention_dropout
+    init_method_std=model.init_method_std moe_router_topk=model.moe_router_topk moe_z_loss_coeff=model.moe_z_loss_coeff
+    moe_router_padding_for_quantization=model.moe_router_padding_for_quantization
+    overlap_moe_expert_parallel_comm=model.overlap_moe_expert_parallel_comm micro_batch_size=model.micro_batch_size
+    rampup_batch_size=model.rampup_batch_size step_batch_size_schedule=model.step_batch_size_schedule seed=model.seed
+    min_lr=model.optim.sched.min_lr decoupled_lr=model.optim.decoupled_lr lr_warmup_init=model.optim.sched.init_lr
+    lr_wsd_decay_style=model.optim.sched.wsd_decay_style adam_eps=model.optim.eps sgd_momentum=model.optim.momentum
+    weight_decay=model.optim.weight_decay clip_grad=trainer.gradient_clip_val muon_momentum=model.optim.muon_momentum
+    muon_nesterov=model.optim.muon_nesterov muon_split_qkv=model.optim.muon_split_qkv
+    muon_num_ns_steps=model.optim.muon_num_ns_steps muon_coefficient_type=model.optim.muon_coefficient_type
+    muon_scale_mode=model.optim.muon_scale_mode muon_extra_scale_factor=model.optim.muon_extra_scale_factor
+    muon_tp_mode=model.optim.muon_tp_mode use_precision_aware_optimizer=model.optim.use_precision_aware_optimizer
+    main_params_dtype=model.optim.main_params_dtype exp_avg_dtype=model.optim.exp_avg_dtype
+    tensor_model_parallel_size=model.tensor_model_parallel_size
+    pipeline_model_parallel_size=model.pipeline_model_parallel_size context_parallel_size=model.context_parallel_size
+    expert_model_parallel_size=model.expert_model_parallel_size ddp_bucket_size=model.ddp_bucket_size
+    tp_comm_overlap=model.tp_comm_overlap deterministic_mode=trainer.deterministic
+    recompute_method=model.activations_checkpoint_method recompute_num_layers=model.activations_checkpoint_num_layers
+    data_cache_path=model.data.cache_dir num_workers=model.data.num_workers
+    num_dataset_builder_threads=model.data.num_dataset_builder_threads eod_mask_loss=model.data.eod_mask_loss
+    eval_interval=trainer.val_check_interval log_interval=trainer.log_every_n_steps async_save=checkpoint.async_save
+    """),
     # Layers
-    "num_layers": Becomes("model.num_layers"),
     "encoder_num_layers": Becomes("model.num_layers", only_given=True),
-    "hidden_size": Becomes("model.hidden_size"),
-    "ffn_hidden_size": TOGETHER,
-    "num_attention_heads": Becomes("model.num_attention_heads"),
-    "group_query_attention": TOGETHER,
-    "num_query_groups": TOGETHER,
-    "kv_channels": TOGETHER,
-    "max_position_embeddings": Becomes("model.max_position_embeddings"),
-    "position_embedding_type": TOGETHER,
-    "use_rotary_position_embeddings": TOGETHER,
     "add_position_embedding": NoNeed("rope has no table anyway"),
-    "rotary_base": Becomes("model.rotary_base"),
-    "rotary_percent": Becomes("model.rotary_percentage"),
-    "use_rope_scaling": TOGETHER,
-    "rope_scaling_factor": TOGETHER,
     "no_rope_freq": Becomes("model.no_rope_freq", _interval),
     "rotary_interleaved": NotHere("rope rotated neighbouring channels", ANOTHER_MODEL),
     "rotary_seq_len_interpolation_factor": NotHere("rope's positions were divided by it", ANOTHER_MODEL),
     "normalization": Becomes("model.normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}),
-    "layernorm_epsilon": Becomes("model.layernorm_epsilon"),
     "layernorm_zero_centered_gamma": NotHere(
         "norm weights were stored minus one, a step finer in BF16",
         "they are stored as they are: the same function, and neither decays",
     ),
-    "add_bias_linear": Becomes("model.bias"),
-    "add_qkv_bias": TOGETHER,
-    "qk_layernorm": Becomes("model.qk_layernorm"),
-    "swiglu": TOGETHER,
-    "squared_relu": TOGETHER,
     "quick_geglu": NotHere("the MLP's activation was a gated quick GELU", ANOTHER_MODEL),
-    "openai_gelu": TOGETHER,
     "untie_embeddings_and_output_weights": Becomes(
         "model.share_embeddings_and_output_weights", {True: False, False: True}
     ),
-    "hidden_dropout": Becomes("model.hidden_dropout"),
-    "attention_dropout": Becomes("model.attention_dropout"),
-    "init_method_std": Becomes("model.init_method_std"),
     "embedding_init_method_std": NotHere("embeddings had a deviation of their own", "model.init_method_std sets it"),
     "init_method_xavier_uniform": NotHere("weights began by Xavier's rule", "they begin normal, by init_method_std"),
     "perform_initialization": NotHere("weights were not initialized", "they are", (True,)),
@@ -104,13 +116,10 @@ ROWS: Mapping[str, Row] = {
     "heterogeneous_layers_config_path": NotHere("layers differed from each other", ANOTHER_MODEL),
     # Experts
     "num_experts": Becomes("model.num_moe_experts", lambda value: value or None),
-    "moe_ffn_hidden_size": TOGETHER,
-    "moe_router_topk": Becomes("model.moe_router_topk"),
     "moe_router_load_balancing_type": Becomes(
         "model.moe_router_load_balancing_type", _load_balancing, there="tokens were balanced that way"
     ),
     "moe_aux_loss_coeff": Becomes("model.moe_aux_loss_coeff", _one),
-    "moe_z_loss_coeff": Becomes("model.moe_z_loss_coeff"),
     "moe_token_dispatcher_type": Becomes(
         "model.moe_token_dispatcher_type",
         {"allgather": "allgather", "alltoall": "alltoall"},
@@ -119,9 +128,7 @@ ROWS: Mapping[str, Row] = {
     ),
     "moe_grouped_gemm": Becomes("model.moe_grouped_gemm", only_given=True),
     "moe_permute_fusion": Becomes("model.moe_permute_fusion", only_given=True),
-    "moe_router_padding_for_quantization": Becomes("model.moe_router_padding_for_quantization"),
     "moe_router_padding_for_fp8": Becomes("model.moe_router_padding_for_quantization", only_given=True),
-    "moe_router_dtype": TOGETHER,
     "moe_router_pre_softmax": NotHere(
         "the softmax came before the choice of experts", "it comes after: another model for topk above 1"
     ),
@@ -135,20 +142,12 @@ ROWS: Mapping[str, Row] = {
     "moe_input_jitter_eps": NotHere("the router's input was jittered", "it is not"),
     "moe_use_upcycling": NotHere("a dense model became experts", "training starts from fresh weights"),
     "moe_router_force_load_balancing": NotHere("tokens were spread at random", "the router routes them"),
-    "overlap_moe_expert_parallel_comm": Becomes("model.overlap_moe_expert_parallel_comm"),
     # Batch and length
-    "micro_batch_size": Becomes("model.micro_batch_size"),
-    "global_batch_size": TOGETHER,
-    "rampup_batch_size": Becomes("model.rampup_batch_size"),
-    "step_batch_size_schedule": Becomes("model.step_batch_size_schedule"),
     "seq_length": Becomes("model.encoder_seq_length", only_given=True),
     "encoder_seq_length": Becomes("model.encoder_seq_length", only_given=True),
-    "train_iters": TOGETHER,
-    "train_samples": TOGETHER,
     "exit_interval": NotHere("the process ended at multiples of it", "a run ends at trainer.max_steps or max_time"),
     "exit_duration_in_mins": Becomes("trainer.max_time", _minutes),
     "exit_signal_handler": NoNeed("SIGTERM and SIGUSR1 end a run with a checkpoint"),
-    "seed": Becomes("model.seed"),
     # Optimizer and schedule
     "optimizer": Becomes(
         "model.optim.name",
@@ -156,47 +155,22 @@ ROWS: Mapping[str, Row] = {
         there="that optimizer",
         here="adam stays",
     ),
-    "lr": TOGETHER,
-    "min_lr": Becomes("model.optim.sched.min_lr"),
-    "decoupled_lr": Becomes("model.optim.decoupled_lr"),
-    "decoupled_min_lr": TOGETHER,
-    "lr_warmup_init": Becomes("model.optim.sched.init_lr"),
     "lr_decay_style": Becomes(
         "model.optim.sched.name",
         DECAY_STYLES,
         there="the rate fell with the root of the step",
         here="it falls by a cosine",
     ),
-    "lr_wsd_decay_style": Becomes("model.optim.sched.wsd_decay_style"),
-    **dict.fromkeys(("lr_decay_iters", "lr_decay_samples", "lr_wsd_decay_iters", "lr_wsd_decay_samples"), TOGETHER),
-    **dict.fromkeys(("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"), TOGETHER),
-    "adam_beta1": TOGETHER,
-    "adam_beta2": TOGETHER,
-    "adam_eps": Becomes("model.optim.eps"),
-    "sgd_momentum": Becomes("model.optim.momentum"),
-    "weight_decay": Becomes("model.optim.weight_decay"),
     "weight_decay_incr_style": NotHere("weight decay grew", "it stays model.optim.weight_decay", ("constant",)),
     "start_weight_decay": NoNeed("it belongs to --weight-decay-incr-style"),
     "end_weight_decay": NoNeed("it belongs to --weight-decay-incr-style"),
-    "clip_grad": Becomes("trainer.gradient_clip_val"),
-    "muon_momentum": Becomes("model.optim.muon_momentum"),
-    "muon_nesterov": Becomes("model.optim.muon_nesterov"),
-    "muon_split_qkv": Becomes("model.optim.muon_split_qkv"),
-    "muon_num_ns_steps": Becomes("model.optim.muon_num_ns_steps"),
-    "muon_coefficient_type": Becomes("model.optim.muon_coefficient_type"),
-    "muon_scale_mode": Becomes("model.optim.muon_scale_mode"),
-    "muon_extra_scale_factor": Becomes("model.optim.muon_extra_scale_factor"),
     "muon_fp32_matmul_prec": Becomes(
         "model.optim.muon_fp32_matmul_prec",
         {"medium": "medium", "high": "high"},
         there="Newton-Schulz multiplied that way",
         here="medium is the coarsest",
     ),
-    "muon_tp_mode": Becomes("model.optim.muon_tp_mode"),
-    "use_precision_aware_optimizer": Becomes("model.optim.use_precision_aware_optimizer"),
-    "main_params_dtype": Becomes("model.optim.main_params_dtype"),
     "main_grads_dtype": NotHere("main gradients were BF16", "model.grad_reduce_in_fp32 sets their type", ("fp32",)),
-    "exp_avg_dtype": Becomes("model.optim.exp_avg_dtype"),
     "exp_avg_sq_dtype": Becomes(
         "model.optim.exp_avg_sq_dtype",
         {"fp32": "fp32", "bf16": "bf16", "fp16": "fp16"},
@@ -205,57 +179,23 @@ ROWS: Mapping[str, Row] = {
     ),
     "optimizer_cpu_offload": NotHere("optimizer states were in the host's memory", "they are on the GPU"),
     # Numbers
-    "bf16": TOGETHER,
-    "fp16": TOGETHER,
-    **dict.fromkeys(
-        ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        NoNeed("BF16 needs no loss scaling"),
-    ),
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis": NoNeed("BF16 needs no loss scaling"),
     "fp16_lm_cross_entropy": NotHere("the loss was computed in FP16", "it is computed in fp32"),
     "attention_softmax_in_fp32": NoNeed("Transformer Engine's softmax is in fp32"),
-    "accumulate_allreduce_grads_in_fp32": TOGETHER,
-    "grad_reduce_in_bf16": TOGETHER,
     "calculate_per_token_loss": NoNeed("without masked tokens both means are the same; with them it is done anyway"),
-    "fp8": TOGETHER,
-    "fp8_recipe": TOGETHER,
-    "fp8_margin": TOGETHER,
-    "fp8_interval": TOGETHER,
-    "fp8_amax_history_len": TOGETHER,
-    "fp8_amax_compute_algo": TOGETHER,
-    "fp8_wgrad": TOGETHER,
-    "fp8_param_gather": TOGETHER,
-    "first_last_layers_bf16": TOGETHER,
-    "num_layers_at_start_in_bf16": TOGETHER,
-    "num_layers_at_end_in_bf16": TOGETHER,
     "fp8_output_proj": NotHere("the LM head multiplied in FP8", "it stays in the run's precision"),
     "fp4": NotHere("layers multiplied in FP4", "there is no FP4"),
     "keep_fp8_transpose_cache": NotHere("transposed FP8 weights were kept between microbatches", "they are made anew"),
     "reuse_grad_buf_for_mxfp8_param_ag": NoNeed("model.fp8_params decides how weights are gathered"),
     # Layout
-    "tensor_model_parallel_size": Becomes("model.tensor_model_parallel_size"),
-    "pipeline_model_parallel_size": Becomes("model.pipeline_model_parallel_size"),
-    "context_parallel_size": Becomes("model.context_parallel_size"),
     "cp_comm_type": NotHere("context-parallel ranks exchanged that way", "they pass keys around (p2p)", (["p2p"],)),
-    "expert_model_parallel_size": Becomes("model.expert_model_parallel_size"),
     "expert_tensor_parallel_size": Becomes("model.expert_tensor_parallel_size", only_given=True),
-    "num_layers_per_virtual_pipeline_stage": TOGETHER,
-    "num_virtual_stages_per_pipeline_rank": TOGETHER,
     "pipeline_model_parallel_layout": NotHere("stages had layers as listed", "each stage has the same number"),
     "decoder_first_pipeline_num_layers": NotHere("the first stage had other layers", "all stages have the same number"),
     "decoder_last_pipeline_num_layers": NotHere("the last stage had other layers", "all stages have the same number"),
     "account_for_embedding_in_pipeline_split": NotHere("the embedding counted as a layer", "layers alone are split"),
     "account_for_loss_in_pipeline_split": NotHere("the loss counted as a layer", "layers alone are split"),
-    "sequence_parallel": TOGETHER,
-    "use_distributed_optimizer": TOGETHER,
-    "use_megatron_fsdp": TOGETHER,
-    "use_torch_fsdp2": TOGETHER,
-    "data_parallel_sharding_strategy": TOGETHER,
-    "num_distributed_optimizer_instances": TOGETHER,
-    "overlap_grad_reduce": TOGETHER,
-    "overlap_param_gather": TOGETHER,
-    "ddp_bucket_size": Becomes("model.ddp_bucket_size"),
     "ddp_average_in_collective": NoNeed("done where NCCL can"),
-    "tp_comm_overlap": Becomes("model.tp_comm_overlap"),
     "use_tp_pp_dp_mapping": NotHere("ranks were ordered TP, PP, DP", "they are ordered TP, CP, DP, PP"),
     "nccl_ub": NotHere("NCCL registered buffers", "it does not"),
     "distributed_backend": NoNeed("nccl on GPUs, gloo on a CPU"),
@@ -267,10 +207,8 @@ ROWS: Mapping[str, Row] = {
         there="layers for inference",
         here="layers are for training",
     ),
-    **dict.fromkeys(("attention_backend", "use_flash_attn"), NoNeed("Transformer Engine takes the fastest attention")),
+    "attention_backend use_flash_attn": NoNeed("Transformer Engine takes the fastest attention"),
     "masked_softmax_fusion": Becomes("model.masked_softmax_fusion", only_given=True),
-    "bias_gelu_fusion": TOGETHER,
-    "bias_swiglu_fusion": TOGETHER,
     "bias_dropout_fusion": Becomes("model.bias_dropout_add_fusion", only_given=True),
     "apply_rope_fusion": Becomes("model.apply_rope_fusion", only_given=True),
     "gradient_accumulation_fusion": Becomes("model.gradient_accumulation_fusion", only_given=True),
@@ -290,11 +228,6 @@ ROWS: Mapping[str, Row] = {
         here="local graphs alone are known; none are used",
     ),
     "enable_cuda_graph": Becomes("model.cuda_graph_impl", {True: "local"}, only_given=True),
-    "deterministic_mode": Becomes("trainer.deterministic"),
-    "recompute_activations": TOGETHER,
-    "recompute_granularity": TOGETHER,
-    "recompute_method": Becomes("model.activations_checkpoint_method"),
-    "recompute_num_layers": Becomes("model.activations_checkpoint_num_layers"),
     "recompute_modules": NotHere(
         "these parts were recomputed", "selective means core attention", (None, ["core_attn"])
     ),
@@ -305,52 +238,22 @@ ROWS: Mapping[str, Row] = {
     "manual_gc": NoNeed("collections run at the same step on all ranks"),
     "manual_gc_interval": Becomes("trainer.gc_interval", only_given=True),
     # Data
-    "data_path": TOGETHER,
-    "train_data_path": TOGETHER,
-    "valid_data_path": TOGETHER,
     "test_data_path": NotHere("a test set was scored at the end", "there is no test set"),
-    "data_args_path": TOGETHER,
-    "per_split_data_args_path": TOGETHER,
-    "mock_data": TOGETHER,
-    "split": TOGETHER,
-    "data_cache_path": Becomes("model.data.cache_dir"),
-    "num_workers": Becomes("model.data.num_workers"),
-    "num_dataset_builder_threads": Becomes("model.data.num_dataset_builder_threads"),
-    "eod_mask_loss": Becomes("model.data.eod_mask_loss"),
-    **dict.fromkeys(("reset_position_ids", "reset_attention_mask", "dataloader_inter_document_masking"), TOGETHER),
     "create_attention_mask_in_dataloader": NoNeed("attention is causal without a mask in memory"),
     "mmap_bin_files": NoNeed("files are mapped"),
     "dataloader_type": NotHere("samples came in another order", "in megatron-core's (single)", (None, "single")),
     "fim_data": NotHere("documents were rearranged to fill in the middle", "they stay as they are"),
-    "vocab_size": TOGETHER,
-    "padded_vocab_size": TOGETHER,
-    "make_vocab_size_divisible_by": TOGETHER,
-    **dict.fromkeys(("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file"), TOGETHER),
     "tiktoken_pattern": NoNeed("indexed files hold token ids"),
     # Validation, saves, logs
     "eval_iters": Becomes("trainer.limit_val_batches", lambda value: value or 0),
-    "eval_interval": Becomes("trainer.val_check_interval"),
     "eval_global_batch_size": NotHere("validation had a batch of its own", "it has training's"),
     "skip_train": NotHere("nothing was trained", "python -m gpt_pretrain trains"),
-    "log_interval": Becomes("trainer.log_every_n_steps"),
     "tensorboard_dir": NoNeed("RUN_DIR/tensorboard is written (logging.tensorboard)"),
-    "wandb_project": TOGETHER,
     "wandb_entity": Becomes("logging.wandb_entity", only_given=True),
-    "wandb_exp_name": TOGETHER,
-    "save": TOGETHER,
-    "save_interval": TOGETHER,
-    "save_retain_interval": TOGETHER,
-    "load": TOGETHER,
-    "pretrained_checkpoint": TOGETHER,
-    "async_save": Becomes("checkpoint.async_save"),
     "no_save_optim": NotHere("checkpoints had no optimizer states", "they have"),
-    "no_load_optim": TOGETHER,
-    "no_load_rng": TOGETHER,
-    "finetune": TOGETHER,
-    **dict.fromkeys(
-        ("ckpt_format", "auto_detect_ckpt_format", "use_dist_ckpt_deprecated", "dist_ckpt_format_deprecated"),
-        NoNeed("checkpoints have one format, which every layout reads"),
-    ),
+    """
+    ckpt_format auto_detect_ckpt_format use_dist_ckpt_deprecated dist_ckpt_format_deprecated
+    """: NoNeed("checkpoints have one format, which every layout reads"),
     "ckpt_fully_parallel_save_deprecated": NoNeed("ranks always save in parallel"),
     "ckpt_fully_parallel_load": NoNeed("ranks always load in parallel"),
     "check_for_nan_in_loss_and_grad": NoNeed("such a step updates nothing (trainer.max_skipped_steps)"),
@@ -359,24 +262,32 @@ ROWS: Mapping[str, Row] = {
     "deprecated_use_mcore_models": NoNeed("layers are megatron-core's"),
     "no_persist_layer_norm": NoNeed("norms are Transformer Engine's"),
     "use_cpu_initialization": NoNeed("weights are the same in every layout anyway"),
+    """
+    ffn_hidden_size group_query_attention num_query_groups kv_channels position_embedding_type
+    use_rotary_position_embeddings use_rope_scaling rope_scaling_factor add_qkv_bias swiglu squared_relu openai_gelu
+    moe_ffn_hidden_size moe_router_dtype global_batch_size train_iters train_samples lr decoupled_min_lr lr_decay_iters
+    lr_decay_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples
+    adam_beta1 adam_beta2 bf16 fp16 accumulate_allreduce_grads_in_fp32 grad_reduce_in_bf16 fp8 fp8_recipe fp8_margin
+    fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad fp8_param_gather first_last_layers_bf16
+    num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 num_layers_per_virtual_pipeline_stage
+    num_virtual_stages_per_pipeline_rank sequence_parallel use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2
+    data_parallel_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+    bias_gelu_fusion bias_swiglu_fusion recompute_activations recompute_granularity data_path train_data_path
+    valid_data_path data_args_path per_split_data_args_path mock_data split reset_position_ids reset_attention_mask
+    dataloader_inter_document_masking vocab_size padded_vocab_size make_vocab_size_divisible_by tokenizer_type
+    tokenizer_model vocab_file merge_file wandb_project wandb_exp_name save save_interval save_retain_interval load
+    pretrained_checkpoint no_load_optim no_load_rng finetune
+    """: TOGETHER,
+    # By the beginning of their names
+    "log_*": NoNeed("every record has what is worth logging"),
+    "tensorboard_*": NoNeed("RUN_DIR/tensorboard is written (logging.tensorboard)"),
+    "timing_*": NoNeed("python -m gpt_pretrain.benchmark times a run"),
+    "profile*": NoNeed("python -m gpt_pretrain.benchmark benchmark.profile=true profiles a run"),
+    "inference_*": NoNeed("training does not read it"),
+    "one_logger*": NoNeed("there is no such logger"),
+    "enable_one_logger*": NoNeed("there is no such logger"),
+    "dist_ckpt*": NoNeed("checkpoints have one format, which every layout reads"),
+    "fsdp_*": NoNeed("model.data_parallel_sharding_strategy decides how weights are gathered"),
+    "app_tag*": NoNeed("training does not read it"),
 }
-
-# Options by the beginning of their names.
-PREFIXES: Mapping[str, Row] = {
-    "log_": NoNeed("every record has what is worth logging"),
-    "tensorboard_": NoNeed("RUN_DIR/tensorboard is written (logging.tensorboard)"),
-    "timing_": NoNeed("python -m gpt_pretrain.benchmark times a run"),
-    "profile": NoNeed("python -m gpt_pretrain.benchmark benchmark.profile=true profiles a run"),
-    "inference_": NoNeed("training does not read it"),
-    "one_logger": NoNeed("there is no such logger"),
-    "enable_one_logger": NoNeed("there is no such logger"),
-    "dist_ckpt": NoNeed("checkpoints have one format, which every layout reads"),
-    "fsdp_": NoNeed("model.data_parallel_sharding_strategy decides how weights are gathered"),
-    "app_tag": NoNeed("training does not read it"),
-}
-
-
-def rows_of(names: Mapping[str, Any]) -> dict[str, Row]:
-    """The rows of all options."""
-    by_prefix = {name: row for prefix, row in PREFIXES.items() for name in names if name.startswith(prefix)}
-    return {**by_prefix, **ROWS}
+ROWS = table(_TABLE)

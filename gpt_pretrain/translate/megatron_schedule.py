@@ -2,6 +2,7 @@
 
 import math
 
+from gpt_pretrain.translate.common import set_betas
 from gpt_pretrain.translate.translation import Source, Translation
 
 _SCHED = "model.optim.sched"
@@ -15,14 +16,11 @@ def _steps(samples: int, batch: int) -> tuple[int, str]:
 
 def schedule(source: Source, translation: Translation) -> None:
     """Betas, rates, the run's length, and the phases of the rate."""
-    betas = ("adam_beta1", "adam_beta2")
-    origin = ", ".join(map(source.shown, betas))
-    given = any(beta in source.given for beta in betas)
-    translation.set("model.optim.betas", [source.get(beta) for beta in betas], origin, given=given)
+    set_betas(translation, "adam_beta1", "adam_beta2")
     if source.get("lr") is None:
         translation.up_to_you.append(("model.optim.lr", "there is no --lr"))
     else:
-        translation.derive(source, "model.optim.lr", source.get("lr"), "lr")
+        translation.take("model.optim.lr", "lr")
     _decoupled(source, translation)
     batch = translation.value("model.global_batch_size")
     samples, steps, how = source.get("train_samples"), source.get("train_iters"), ""
@@ -34,7 +32,7 @@ def schedule(source: Source, translation: Translation) -> None:
     if not steps:
         translation.up_to_you.append(("trainer.max_steps", "there is no --train-iters or --train-samples"))
         return
-    translation.derive(source, "trainer.max_steps", steps, "train_samples" if samples else "train_iters", how=how)
+    translation.derive("trainer.max_steps", steps, "train_samples" if samples else "train_iters", how=how)
     decay = _length(source, translation, "decay", batch)
     _warmup(source, translation, decay or steps, batch)
     wsd = _length(source, translation, "wsd_decay", batch) if source.get("lr_decay_style") == "WSD" else None
@@ -48,11 +46,11 @@ def _grows(source: Source) -> bool:
 
 def _in_tokens(source: Source, translation: Translation, length: int) -> None:
     """A run that counts samples and whose batch grows: no division makes them steps."""
-    translation.derive(source, "trainer.max_steps", None, "train_samples", how="trainer.max_tokens ends the run")
+    translation.derive("trainer.max_steps", None, "train_samples", how="trainer.max_tokens ends the run")
 
     def derive(key: str, samples: int, name: str) -> None:
         how = f"{samples:,} samples × {length:,} tokens"
-        translation.derive(source, key, samples * length, name, how=how)
+        translation.derive(key, samples * length, name, how=how)
 
     derive("trainer.max_tokens", source.get("train_samples"), "train_samples")
     decay, fraction = source.get("lr_decay_samples"), source.get("lr_warmup_fraction")
@@ -63,7 +61,7 @@ def _in_tokens(source: Source, translation: Translation, length: int) -> None:
     else:
         tokens = (decay or source.get("train_samples")) * length
         how = f"{fraction:g} × {tokens:,} tokens of decay"
-        translation.derive(source, f"{_SCHED}.warmup_tokens", round(fraction * tokens), "lr_warmup_fraction", how=how)
+        translation.derive(f"{_SCHED}.warmup_tokens", round(fraction * tokens), "lr_warmup_fraction", how=how)
     if source.get("lr_decay_style") == "WSD":
         if samples := source.get("lr_wsd_decay_samples"):
             derive(f"{_SCHED}.wsd_decay_tokens", samples, "lr_wsd_decay_samples")
@@ -78,9 +76,9 @@ def _length(source: Source, translation: Translation, phase: str, batch: int | N
     iterations, samples = source.get(f"lr_{phase}_iters"), source.get(f"lr_{phase}_samples")
     if samples and batch:
         steps, how = _steps(samples, batch)
-        translation.derive(source, key, steps, f"lr_{phase}_samples", how=how)
+        translation.derive(key, steps, f"lr_{phase}_samples", how=how)
         return steps
-    translation.derive(source, key, iterations, f"lr_{phase}_iters")
+    translation.derive(key, iterations, f"lr_{phase}_iters")
     return iterations if isinstance(iterations, int) else None
 
 
@@ -89,12 +87,12 @@ def _warmup(source: Source, translation: Translation, decay: int, batch: int | N
     fraction, samples = source.get("lr_warmup_fraction"), source.get("lr_warmup_samples")
     if fraction is not None:
         how = f"{fraction:g} × {decay:,} steps of decay"
-        translation.derive(source, key, round(fraction * decay), "lr_warmup_fraction", how=how)
+        translation.derive(key, round(fraction * decay), "lr_warmup_fraction", how=how)
     elif samples and batch:
         steps, how = _steps(samples, batch)
-        translation.derive(source, key, steps, "lr_warmup_samples", how=how)
+        translation.derive(key, steps, "lr_warmup_samples", how=how)
     else:
-        translation.derive(source, key, source.get("lr_warmup_iters"), "lr_warmup_iters")
+        translation.take(key, "lr_warmup_iters")
 
 
 def _decoupled(source: Source, translation: Translation) -> None:

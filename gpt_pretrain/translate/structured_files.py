@@ -106,6 +106,12 @@ def with_overrides(values: Mapping[str, Any], words: Sequence[str]) -> tuple[dic
     return changed, shown
 
 
+def read_value(text: str) -> Any:
+    """A value as YAML has it: a number, true or false, a list; otherwise text."""
+    value = OmegaConf.create(f"x: {text}").x
+    return OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+
+
 def with_options(values: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Values with options such as `--training.steps=10`, `--training.steps 10` and `--a.no_b`, and those as written.
 
@@ -123,9 +129,7 @@ def with_options(values: Mapping[str, Any], words: Sequence[str]) -> tuple[dict[
         section, _, leaf = name.rpartition(".")
         if not equals and leaf.startswith("no_"):
             name, text = f"{section}.{leaf.removeprefix('no_')}", "false"
-        # As YAML has it: numbers, true and false; otherwise text.
-        value = OmegaConf.create(f"x: {text}").x if equals or text else True
-        changed[name.replace("-", "_")] = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+        changed[name.replace("-", "_")] = read_value(text) if equals or text else True
         shown[name.replace("-", "_")] = f"--{name}{equals}{text}" if equals else word
     return changed, shown
 

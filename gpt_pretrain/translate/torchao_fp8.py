@@ -22,14 +22,14 @@ def set_torchao(source: Source, translation: Translation, section: str, *because
         """The first of an option's names that has a value."""
         return next((f"{section}.{name}" for name in names if f"{section}.{name}" in source.values), "")
 
-    translation.derive(source, "model.fp8", True, *because)
-    translation.derive(source, "model.fp8_backend", "torchao", *because)
+    translation.derive("model.fp8", True, *because)
+    translation.derive("model.fp8_backend", "torchao", *because)
     recipe = f"{section}.recipe_name"
-    translation.derive(source, "model.fp8_recipe", source.get(recipe) or "tensorwise", recipe, *because)
+    translation.derive("model.fp8_recipe", source.get(recipe) or "tensorwise", recipe, *because)
     gather = named("enable_fsdp_float8_all_gather", "enable_fsdp_fp8_all_gather")
-    translation.derive(source, "model.fp8_params", bool(source.get(gather)), gather or because[0])
+    translation.derive("model.fp8_params", bool(source.get(gather)), gather or because[0])
     emulate = f"{section}.emulate"
-    translation.derive(source, "model.fp8_emulate", bool(source.get(emulate)), emulate, *because)
+    translation.derive("model.fp8_emulate", bool(source.get(emulate)), emulate, *because)
     for name in (
         "precompute_float8_dynamic_scale_for_fsdp",
         "precompute_fp8_dynamic_scale_for_fsdp",
@@ -59,6 +59,6 @@ def _exclude(source: Source, translation: Translation, name: str, because: str) 
             translation.not_needed.append((f"{source.shown(name)} ({part})", "it never multiplies in FP8 here"))
         elif part:
             translation.lose(f"{source.shown(name)} ({part})", "it stayed out of FP8", "no layer has that name")
-    translation.derive(source, "model.fp8_exclude", patterns, name if name in source.given else because)
+    translation.derive("model.fp8_exclude", patterns, name if name in source.given else because)
     if "*.linear_qkv" in patterns or "*.linear_fc1" in patterns:
         translation.notes.append("queries, keys and values are one layer here, and so are the MLP's gate and input")

@@ -1,23 +1,28 @@
 """What becomes of a configuration of another program: our keys, and everything that has none.
 
-A format is a table from the other program's names to rows, and functions for what depends on several of them:
+A program is a table from its names to rows, and functions for what depends on several of them (`TOGETHER`):
 
     "hidden_size": Becomes("model.hidden_size")
     "normalization": Becomes("model.normalization", {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"})
     "fp32_residual_connection": NotHere("the residual stream was fp32", "it has the type of the weights")
-    "log_throughput": NoNeed("every record has the throughput")
-    "load": UpToYou("checkpoint.init_from", "where weights come from")
+    "log_throughput log_progress": NoNeed("every record has the throughput")
+    "model.seed .micro_batch_size": SAME
+    "profiling.*": NoNeed("python -m gpt_pretrain.benchmark times a run")
+
+One row may be that of several names, and a name that begins with a dot is in the section of the one before it.
 
 Values are effective: a default of the other program counts as much as what was written, because ours may differ.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from gpt_pretrain.config.errors import ConfigError, reason, show
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.translate.shell_words import UNKNOWN
+from gpt_pretrain.translate.structured_files import read_value, with_options
 
 ANOTHER_MODEL = "there is no such layer: the result is another model"
 """What stands in place of a setting without which the model is not the same."""
@@ -59,20 +64,38 @@ class NoNeed:
 
 
 @dataclass(frozen=True, slots=True)
-class UpToYou:
-    """A setting that says what cannot be known here: which key of ours to give, and why."""
-
-    key: str
-    why: str
-
-
-@dataclass(frozen=True, slots=True)
 class Together:
     """A setting that a function of the format translates, with others."""
 
 
-type Row = Becomes | NotHere | NoNeed | UpToYou | Together
+type Row = Becomes | NotHere | NoNeed | Together
 TOGETHER = Together()
+SAME = Becomes("")
+"""In a table: a key of ours has the same name."""
+
+
+def names(text: str) -> list[str]:
+    """Names that white space separates; one that begins with a dot is in the section of the one before it."""
+    found: list[str] = []
+    for word in text.split():
+        found.append(f"{found[-1].partition('=')[0].rpartition('.')[0]}{word}" if word.startswith(".") else word)
+    return found
+
+
+def table(rows: Mapping[str, Row]) -> dict[str, Row]:
+    """One row a name, of rows that several have."""
+    return {name: Becomes(name) if row is SAME else row for several, row in rows.items() for name in names(several)}
+
+
+def becomes(text: str) -> dict[str, Row]:
+    """Rows of `their_name=our.key` words, for values that are the same; their names as in a table."""
+    return {name: Becomes(key) for name, key in (word.split("=") for word in names(text))}
+
+
+def defaults(text: str) -> dict[str, Any]:
+    """Values of `name=value` words as YAML has them; names as in a table."""
+    found = dict(word.split("=", 1) for word in names(text))
+    return {name: read_value(value) for name, value in found.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +123,10 @@ class Source:
     def get(self, name: str, default: Any = None) -> Any:
         """A value; `default` if there is none."""
         return self.values.get(name, default)
+
+    def first(self, *names: str) -> str:
+        """The first of several names that is there; empty if none is."""
+        return next((name for name in names if name in self.values), "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +163,8 @@ class Translation:
 
     program: str
     name: str
+    source: Source = field(default_factory=lambda: Source(program="", values={}, given={}))
+    """What is translated, from `translate_source` on."""
     preset: str | None = None
     """The preset that is the other program's model, if it only names it; "base", with open sizes, if none is."""
     settings: dict[str, Setting] = field(default_factory=dict)
@@ -155,11 +184,15 @@ class Translation:
         else:
             self.settings[key] = Setting(value, origin, given)
 
-    def derive(self, source: Source, key: str, value: Any, *names: str, how: str = "") -> None:
+    def derive(self, key: str, value: Any, *names: str, how: str = "") -> None:
         """Sets a key from settings that belong together; `how` says by what calculation."""
-        given = [name for name in names if name in source.given]
-        origin = ", ".join(map(source.shown, given or names[:1]))
+        given = [name for name in names if name in self.source.given]
+        origin = ", ".join(map(self.source.shown, given or names[:1]))
         self.set(key, value, f"{origin}{how and f': {how}'}", given=bool(given))
+
+    def take(self, key: str, name: str) -> None:
+        """Sets a key to the value of a setting."""
+        self.derive(key, self.source.get(name), name)
 
     def lose(self, setting: str, there: str, here: str) -> None:
         """Reports a setting without counterpart."""
@@ -178,6 +211,14 @@ class Translation:
         return self.settings[key].value if key in self.settings else default
 
 
+def row_of(rows: Mapping[str, Row], name: str) -> Row | None:
+    """The row of a name, or of its longest beginning that has one (`profiling.*`)."""
+    if name in rows:
+        return rows[name]
+    beginnings = [each for each in rows if each.endswith("*") and name.startswith(each[:-1])]
+    return rows[max(beginnings, key=len)] if beginnings else None
+
+
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 
 
@@ -191,11 +232,43 @@ def _applied(row: Becomes, value: Any) -> Any:
     return row.values[value]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Program:
+    """What there is to know of a program whose configuration is files of settings."""
+
+    name: str
+    rows: Mapping[str, Row]
+    derive: Callable[[Source, Translation], None]
+    """Translates what depends on several settings."""
+    marks: Sequence[str]
+    """A YAML or JSON file of it has one name at least of each text."""
+    words: Callable[[Mapping[str, Any], Sequence[str]], tuple[dict[str, Any], dict[str, str]]] | None = with_options
+    """How its command line changes values (`structured_files`); None: it does not."""
+    json_section: str = ""
+    """The section that a JSON file is."""
+    complete: str = ""
+    """A setting of every whole configuration; without it, what is given is translated alone."""
+    prepare: Callable[["Source", "Translation"], "Source"] = lambda source, translation: source
+    """Brings settings into the form that the rows have."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Names of today by those of earlier versions."""
+    numbers: Collection[str] = ()
+    """Settings that have a number, or none, beside those that become numbers of ours."""
+
+
+@contextmanager
+def other_kinds_refused(program: str) -> Iterator[None]:
+    """Says of a value that no calculation takes that it is of another kind."""
+    try:
+        yield
+    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
+        told = f"a setting has a value of another kind than {program} takes"
+        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
+
+
 def translate_source(
-    rows: Mapping[str, Row],
-    derive: Callable[[Source, Translation], None],
-    source: Source,
-    translation: Translation,
+    rows: Mapping[str, Row], derive: Callable[[Source, Translation], None], source: Source, translation: Translation
 ) -> None:
     """Translates every setting by its row, or together with others; every one that was given is in a list.
 
@@ -204,12 +277,10 @@ def translate_source(
     """
     if wrong := [source.shown(name) for name in source.given if _is_no_number(name, rows, source)]:
         raise ConfigError([f"{setting} is no number, which {source.program} takes here" for setting in wrong])
-    try:
+    translation.source = source
+    with other_kinds_refused(source.program):
         _apply_rows(rows, source, translation)
         derive(source, translation)
-    except (TypeError, AttributeError, LookupError, ArithmeticError, ValueError) as error:
-        told = f"a setting has a value of another kind than {source.program} takes"
-        raise ConfigError([f"{told}, and the others could not be translated: {reason(error)}"]) from error
     texts = "\n".join(translation.texts())
     for name, shown in source.given.items():
         if shown not in texts:
@@ -218,7 +289,7 @@ def translate_source(
 
 def _is_no_number(name: str, rows: Mapping[str, Row], source: Source) -> bool:
     """Whether a setting has something else where a number belongs."""
-    row, value = rows.get(name), source.values.get(name)
+    row, value = row_of(rows, name), source.values.get(name)
     if isinstance(row, Becomes) and row.values is None:
         numeric = schema_keys()[row.key].kind in (int, float)
     else:
@@ -231,7 +302,7 @@ def _is_no_number(name: str, rows: Mapping[str, Row], source: Source) -> bool:
 
 def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translation) -> None:
     for name, value in source.values.items():
-        row, given = rows.get(name), name in source.given
+        row, given = row_of(rows, name), name in source.given
         match row:
             case Becomes():
                 if row.only_given and not given:
@@ -247,8 +318,6 @@ def _apply_rows(rows: Mapping[str, Row], source: Source, translation: Translatio
             case NotHere() | NoNeed() if given:
                 why = row.why if isinstance(row, NoNeed) else "it asks for nothing"
                 translation.not_needed.append((source.shown(name), why))
-            case UpToYou() if given and value is not None:
-                translation.up_to_you.append((row.key, f"{row.why} ({source.shown(name)})"))
             case None if given and value in _NOTHING:
                 translation.not_needed.append((source.shown(name), "it asks for nothing"))
             case None if given:

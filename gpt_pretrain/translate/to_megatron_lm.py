@@ -1,0 +1,255 @@
+"""The way back: one of our configurations as a command line of Megatron-LM, by the same table read backwards.
+
+What comes of it is translated again: each key that would not come back as it was is told, and a model that would
+not is refused.
+"""
+
+import math
+import shlex
+from argparse import Action
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gpt_pretrain.config import derived
+from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.keys import flatten
+from gpt_pretrain.config.load import config_to_dict
+from gpt_pretrain.config.schedule import has_length, rate_phases
+from gpt_pretrain.config.schema import Config
+from gpt_pretrain.rules.no_effect import why_no_effect
+from gpt_pretrain.run.products import Resolved, resolve
+from gpt_pretrain.translate.experiment import build_experiment, config_of
+from gpt_pretrain.translate.formats import Given, translate_megatron_lm
+from gpt_pretrain.translate.megatron_arguments import megatron_parser
+from gpt_pretrain.translate.megatron_options import ROWS
+from gpt_pretrain.translate.translation import Becomes, names
+
+# Keys whose value is a function of the argument's, with its inverse.
+_INVERSES: Mapping[str, Any] = {
+    "exit_duration_in_mins": lambda value: None if value is None else _minutes(value),
+    "distributed_timeout_minutes": lambda seconds: math.ceil(seconds / 60),
+}
+_FP8 = names("""
+fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad first_last_layers_bf16
+num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
+""")
+_SCHED = "model.optim.sched."
+_OF_RUN = ("name", "run_dir", "trainer.devices", "trainer.num_nodes", "trainer.precision")
+_SHARDED = ("optim_grads", "optim_grads_params")
+
+
+# Without these the weights, or what is computed with them, are others.
+_OF_MODEL = names("""
+model.layer .features .use_mup .num_layers .hidden_size .ffn_hidden_size .num_attention_heads .num_query_groups
+.kv_channels .vocab_size .max_position_embeddings .position_embedding_type .rotary_percentage .rotary_base
+.rope_scaling_factor .no_rope_freq .normalization .layernorm_epsilon .activation .bias .qkv_bias .qk_layernorm
+.share_embeddings_and_output_weights .num_moe_experts .moe_ffn_hidden_size .moe_router_topk
+""")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommandLine:
+    """A command of Megatron-LM, and the keys that it does not say."""
+
+    words: Sequence[str]
+    launcher: Sequence[str]
+    different: Sequence[str]
+
+    @property
+    def text(self) -> str:
+        """The command with an option a line."""
+        lines = [shlex.join(self.launcher)]
+        for word in self.words:
+            if word.startswith("--"):
+                lines.append(word)
+            else:
+                lines[-1] += f" {shlex.quote(word)}"
+        return " \\\n    ".join(lines) + "\n"
+
+
+def _minutes(text: str) -> int:
+    days, hours, minutes, seconds = map(int, text.split(":"))
+    return (days * 24 + hours) * 60 + minutes + (seconds > 0)
+
+
+def values_of(config: Config) -> dict[str, Any]:
+    """Every key's value, with what null stands for."""
+    values = dict(flatten(config_to_dict(config)))
+    model = config.model
+    for name in ("ffn_hidden_size", "kv_channels", "num_query_groups", "moe_ffn_hidden_size"):
+        values[f"model.{name}"] = getattr(derived, name)(model)
+    values["model.use_distributed_optimizer"] = derived.uses_distributed_optimizer(model)
+    values[f"{_SCHED}min_lr"] = derived.min_lr(model.optim)
+    if has_length(config):
+        phases = rate_phases(config)
+        unit = "tokens" if phases.in_tokens else "steps"
+        for name in ("warmup", "decay", "wsd_decay"):
+            values[f"{_SCHED}{name}_{unit}"] = getattr(phases, name)
+    return values
+
+
+def _by_rows(values: Mapping[str, Any], run: Resolved) -> Iterator[tuple[str, Any]]:
+    """Arguments whose rows read backwards; of several for one key the first."""
+    seen: set[str] = set()
+    for name, row in ROWS.items():
+        if not isinstance(row, Becomes) or row.key in seen or why_no_effect(run, row.key):
+            continue
+        value = values[row.key]
+        if isinstance(row.values, Mapping):
+            value = next((theirs for theirs, ours in row.values.items() if ours == value), None)
+        elif name in _INVERSES:
+            value = _INVERSES[name](value)
+        if value is not None:
+            seen.add(row.key)
+            yield name, value
+
+
+def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Arguments that several keys make."""
+
+    def get(name: str) -> Any:
+        return values[f"model.{name}"]
+
+    heads, groups, experts = get("num_attention_heads"), get("num_query_groups"), get("num_moe_experts")
+    yield from {name: get(name) for name in ("ffn_hidden_size", "kv_channels", "global_batch_size")}.items()
+    if groups != heads:
+        yield from {"group_query_attention": True, "num_query_groups": groups}.items()
+    yield "position_embedding_type", get("position_embedding_type")
+    if get("rope_scaling_factor") is not None:
+        yield from {"use_rope_scaling": True, "rope_scaling_factor": get("rope_scaling_factor")}.items()
+    activation = get("activation")
+    yield from {name: activation == name for name in ("swiglu", "squared_relu")}.items()
+    yield "bias_gelu_fusion", activation != "gelu"
+    yield "add_qkv_bias", get("qkv_bias")
+    if experts:
+        yield from {"moe_ffn_hidden_size": get("moe_ffn_hidden_size"), "moe_router_dtype": "fp32"}.items()
+    yield from {"vocab_size": get("vocab_size"), "tokenizer_type": "NullTokenizer"}.items()
+    yield "make_vocab_size_divisible_by", _divisor(values)
+    yield from _numbers(values)
+    yield from _layout(values)
+    yield from _schedule(values)
+    yield from _data_and_saves(values)
+
+
+def padded_rows(values: Mapping[str, Any], *, ranks: int = 1) -> int:
+    """Rows of the embedding, padded to a multiple of the divisor times these ranks."""
+    multiple = values["model.make_vocab_size_divisible_by"] * ranks
+    return int(-(-values["model.vocab_size"] // multiple) * multiple)
+
+
+def _divisor(values: Mapping[str, Any]) -> int:
+    """The divisor with which Megatron-LM, times its tensor-parallel ranks, pads to the same rows."""
+    key, tp = "model.make_vocab_size_divisible_by", values["model.tensor_model_parallel_size"]
+    divisors = (values[key] // tp or 1, *range(values[key], 0, -1))
+    fitting = (each for each in divisors if padded_rows({**values, key: each}, ranks=tp) == padded_rows(values))
+    return int(next(fitting, values[key]))
+
+
+def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    low = values["trainer.precision"] != "fp32"
+    yield "bf16", low
+    yield "grad_reduce_in_bf16", low and values["model.grad_reduce_in_fp32"] is False
+    if values["model.fp8"]:
+        yield "fp8", "e4m3" if values["model.fp8_e4m3"] else "hybrid"
+        yield "fp8_param_gather", values["model.fp8_params"]
+        yield from ((name, values[f"model.{name}"]) for name in _FP8)
+
+
+def _layout(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    yield "sequence_parallel", values["model.sequence_parallel"]
+    yield "num_virtual_stages_per_pipeline_rank", values["model.virtual_pipeline_model_parallel_size"]
+    yield "recompute_granularity", values["model.activations_checkpoint_granularity"]
+    strategy = values["model.data_parallel_sharding_strategy"]
+    if strategy in _SHARDED:
+        yield from {"use_megatron_fsdp": True, "data_parallel_sharding_strategy": strategy}.items()
+        yield "num_distributed_optimizer_instances", values["model.num_distributed_optimizer_instances"]
+    for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
+        yield name, bool(values[f"model.{name}"])
+
+
+def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    length, tokens = values["model.encoder_seq_length"], values["trainer.max_tokens"]
+    yield "lr", values["model.optim.lr"]
+    if values["model.optim.decoupled_lr"] is not None:
+        yield "decoupled_min_lr", values["model.optim.decoupled_lr"] / 10
+    yield from zip(("adam_beta1", "adam_beta2"), values["model.optim.betas"], strict=True)
+    # Megatron-LM counts all of it in iterations, or all of it in samples.
+    unit, size = ("iters", length * values["model.global_batch_size"]) if tokens is None else ("samples", length)
+    yield "train_iters", values["trainer.max_steps"] if tokens is None else None
+    yield "train_samples", None if tokens is None else tokens // length
+    for name in ("decay", "warmup", "wsd_decay"):
+        steps, in_tokens = (values[f"{_SCHED}{name}_{each}"] for each in ("steps", "tokens"))
+        yield f"lr_{name}_{unit}", steps if in_tokens is None else in_tokens // size
+
+
+def _data_and_saves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    kind, prefix = values["model.data.data_impl"], values["model.data.data_prefix"]
+    if kind == "mock":
+        yield "mock_data", True
+    elif kind == "mmap":
+        validation = values["model.data.validation_prefix"]
+        yield "train_data_path" if validation else "data_path", [str(each) for each in prefix]
+        if validation:
+            yield "valid_data_path", [str(each) for each in validation]
+        yield "split", None if validation else values["model.data.splits_string"]
+    if values["model.data.inter_document_masking"]:
+        yield from {"reset_attention_mask": True, "reset_position_ids": True}.items()
+    if values["checkpoint.save_interval"] or values["checkpoint.save_at_end"]:
+        yield from {
+            "save": values["run_dir"] or "checkpoints",
+            "save_interval": values["checkpoint.save_interval"],
+        }.items()
+    if values["logging.wandb"]:
+        yield "wandb_project", values["logging.wandb_project"]
+
+
+def _words(actions: Sequence[Action], value: Any) -> list[str]:
+    """An argument on the command line; empty for its default, or for a value that no option has."""
+    for action in actions:
+        if value is None or value == action.default:
+            return []
+        if action.nargs != 0:
+            return [action.option_strings[0], *map(str, value if isinstance(value, list) else [value])]
+        if action.const == value:
+            return [action.option_strings[0]]
+    return []
+
+
+def command_line(config: Config) -> CommandLine:
+    """The command line of Megatron-LM for a configuration.
+
+    Raises:
+        ConfigError: Megatron-LM has no such model, or no such data.
+    """
+    values = values_of(config)
+    if values["model.data.data_impl"] not in ("mmap", "mock"):
+        told = "Megatron-LM reads indexed files alone; write them once and train with data=mmap"
+        raise ConfigError([f"model.data.data_impl={values['model.data.data_impl']}: {told}"])
+    run = resolve(config)
+    actions: dict[str, list[Action]] = {}
+    for action in megatron_parser()._actions:
+        actions.setdefault(action.dest, []).append(action)
+    arguments = {name: value for name, value in (*_by_rows(values, run), *_together(values)) if name in actions}
+    words = [word for name, value in arguments.items() for word in _words(actions[name], value)]
+    different = dict(_different(run, words))
+    if others := [f"{key}={show(values[key])}" for key in _OF_MODEL if key in different]:
+        raise ConfigError([f"Megatron-LM has no arguments for a model with {', '.join(others)}"])
+    devices, nodes = config.trainer.devices, config.trainer.num_nodes or 1
+    launcher = ["torchrun", *(["--nproc-per-node", str(devices)] if devices else [])]
+    launcher += ["--nnodes", str(nodes)] if nodes > 1 else []
+    return CommandLine(words=words, launcher=[*launcher, "pretrain_gpt.py"], different=[*different.values()])
+
+
+def _different(run: Resolved, words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Keys that do not come back from the command line as they are, and what Megatron-LM does."""
+    translation = translate_megatron_lm(Given(files=(), words=words, environment={}))
+    ours = values_of(run.config)
+    back = values_of(config_of(build_experiment(translation).text))
+    for key, value in ours.items():
+        # Null: chosen here.
+        if key in _OF_RUN or value is None or value == back[key] or why_no_effect(run, key):
+            continue
+        if key == "model.make_vocab_size_divisible_by" and padded_rows(ours) == padded_rows(back):
+            continue
+        yield key, f"{key}={show(value)}: Megatron-LM does what {key}={show(back[key])} does"
