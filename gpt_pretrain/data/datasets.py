@@ -69,6 +69,10 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
         """Nothing: random tokens have no source."""
         return {}
 
+    def sequence_length_at(self, sample: int) -> int:
+        """Tokens of every sample."""
+        return self.sequence_length
+
     def __len__(self) -> int:
         return self.num_samples
 
@@ -146,6 +150,10 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         if self._masked_label is not None:
             sample["loss_mask"][sample["labels"] == self._masked_label] = 0.0
         return {field: sample[field] for field in FIELDS}
+
+    def sequence_length_at(self, sample: int) -> int:
+        """The tokens that a step which begins with this sample cuts its samples into."""
+        return self.mixture.sequence_length_at(sample, self._length)
 
     def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
         """What the first samples hold of each source; quick where the last call asked for a few less."""

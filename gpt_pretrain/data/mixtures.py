@@ -70,6 +70,15 @@ class Mixture:
             yield stage, end - begin
             begin = end
 
+    def sequence_length_at(self, sample: int, sequence_length: int) -> int:
+        """The tokens that a step which begins with this sample cuts its samples into."""
+        end = 0
+        for stage, length in self.stage_lengths(sample + 1, sequence_length):
+            end += length
+            if sample < end:
+                return stage.sequence_length or sequence_length
+        raise AssertionError("the last stage has no end")
+
     def epochs(self, num_samples: int, sequence_length: int) -> dict[str, float]:
         """How often a run of `num_samples` reads each source."""
         lengths = list(self.stage_lengths(num_samples, sequence_length))

@@ -19,6 +19,7 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
+from gpt_pretrain.config.mixtures import describe_lengths
 from gpt_pretrain.config.schedule import batch_grows, rates_in_tokens
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.text_bytes import why_unknown
@@ -85,6 +86,8 @@ def _describe_batch(setup: Setup) -> dict[str, str]:
         "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens = {tokens:,} tokens per step",
         "per rank": f"{counted(spec.layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size}",
     }
+    if lengths := describe_lengths(model.data, model.encoder_seq_length):
+        described["sequence length"] = lengths
     if batch_grows(model) and left.stages:
         described["schedule"] = describe_batches(left)
     if batch_grows(model) or rates_in_tokens(setup.config):
