@@ -117,9 +117,14 @@ PATHS = "model.data.data_prefix=[/d/web,/d/code]"
     [
         ([PATHS, 'model.data.stages=["1e3 web=1","lab=1"]'], "'lab'.* web, code"),
         ([PATHS, 'model.data.stages=["1e3 web=1","web=1"]'], "reads the source 'code'"),
-        ([PATHS, 'model.data.stages=["web=1","code=1"]'], "'web=1' is not its tokens first"),
-        ([PATHS, 'model.data.stages=["1e3 web=1","1e3 code=1"]'], "'1e3 code=1' is not no tokens"),
-        ([PATHS, 'model.data.stages=["1e3","code=1"]'], "'1e3' is not its tokens"),
+        ([PATHS, 'model.data.stages=["web=1","code=1"]'], "'web=1' must begin with its tokens"),
+        ([PATHS, 'model.data.stages=["1e3 web=1","1e3 code=1"]'], "'1e3 code=1' must have weights by source alone"),
+        ([PATHS, 'model.data.stages=["1e3","code=1"]'], "'1e3' must begin with its tokens, and weights"),
+        ([PATHS, 'model.data.stages=["1e3 seq_length=4","code=1"]'], "'1e3 seq_length=4' must .* weights by source"),
+        (
+            [PATHS, 'model.data.stages=["1e3 web=1 seq_len=4 seq_length=8","code=1"]'],
+            "seq_length=8' must begin with its tokens",
+        ),
         ([PATHS, 'model.data.stages=["0.5 web=1","code=1"]'], "0.5 tokens"),
         ([PATHS, 'model.data.stages=["1e3 web=-1 code=2","code=1"]'], "'1e3 web=-1 code=2'"),
         ([PATHS, 'model.data.stages=["1e3 seq_length=0 web=1","code=1"]'], "'seq_length=0' is no number"),
@@ -315,7 +320,7 @@ def test_runs_that_are_cut_around_the_border_of_stages_equal_the_uncut_one(tmp_p
     """The border, of sequence lengths too, is inside of step 3; losses, validations and counts by source."""
     files = text_overrides(tmp_path)
     plain = files[0].replace("0.75,", "").replace("0.25,", "")
-    stages = 'model.data.stages=["640 seq_length=8 web=1","web=0.25 all=0.75"]'
+    stages = 'model.data.stages=["640 web=1 seq_len=8","web=0.25 all=0.75"]'
     overrides = [*SHORT, plain, files[1], stages, "parallelism=dp"]
     uncut = run_small(2, tmp_path / "uncut", cache_dir, [*overrides, "trainer.max_steps=5"])
     for max_steps in (2, 3, 5):

@@ -26,7 +26,8 @@ from gpt_pretrain.config.urls import url_problems
 
 _SUFFIX = re.compile(r"\.(((txt|jsonl)(\.(gz|zst|bz2))?)|parquet|arrow)$")
 _KEYS = ("data_prefix", "validation_prefix", "text_files")
-_LENGTH = "seq_length"
+# As model.encoder_seq_length is called.
+_LENGTHS = ("seq_length", "seq_len", "encoder_seq_length")
 _FORM = 'model.data.stages=["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]'
 
 
@@ -110,25 +111,27 @@ def read_stages(data: DataConfig) -> list[Stage]:
     for number, text in enumerate(data.stages, start=1):
         words = text.split()
         num_tokens = weight_of(words.pop(0)) if words and is_weight(words[0]) else None
-        length = _own_length(words.pop(0)) if words and words[0].startswith(f"{_LENGTH}=") else None
-        pairs = [(name, weight_of(weight)) for name, _, weight in (word.rpartition("=") for word in words)]
+        split = [word.rpartition("=") for word in words]
+        lengths = [_own_length(name, number) for name, _, number in split if name in _LENGTHS]
+        pairs = [(name, weight_of(weight)) for name, _, weight in split if name not in _LENGTHS]
         weights = {name: weight for name, weight in pairs if name and weight is not None and 0 < weight < math.inf}
         is_last = number == len(data.stages)
-        if not words or len(weights) < len(words) or (num_tokens is None) is not is_last:
-            tokens = "no tokens, since it lasts to the end" if is_last else "its tokens first"
-            raise ConfigError([f"model.data.stages: {text!r} is not {tokens} and weights by source; write {_FORM}"])
+        if not pairs or len(weights) < len(pairs) or len(lengths) > 1 or (num_tokens is None) is not is_last:
+            form = "begin with its tokens, and weights by source follow"
+            if is_last:
+                form = "have weights by source alone, since the last stage lasts to the end"
+            raise ConfigError([f"model.data.stages: {text!r} must {form}; write {_FORM}"])
         if num_tokens is not None and not 1 <= num_tokens < 2**53:
             raise ConfigError([f"model.data.stages: {text!r} has {num_tokens:g} tokens; use 1 to {2**53:g}"])
         mended = " ".join(f"{name}={weight / sum(weights.values()):.4g}" for name, weight in weights.items())
         shares = _shares([*weights.values()], f"model.data.stages: {text!r}", mended)
-        stages.append(Stage(num_tokens, dict(zip(weights, shares, strict=True)), length))
+        stages.append(Stage(num_tokens, dict(zip(weights, shares, strict=True)), *lengths))
     return stages
 
 
-def _own_length(word: str) -> int:
-    _, _, number = word.partition("=")
+def _own_length(name: str, number: str) -> int:
     if not number.isdecimal() or int(number) < 1:
-        raise ConfigError([f"model.data.stages: {word!r} is no number of tokens; use {_LENGTH}=2048 or another"])
+        raise ConfigError([f"model.data.stages: '{name}={number}' is no number of tokens; use {name}=2048 or another"])
     return int(number)
 
 
