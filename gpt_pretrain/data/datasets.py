@@ -8,7 +8,6 @@ It covers as many epochs as the run's samples need. The order follows from the s
 
 import io
 import math
-import operator
 import pickle
 import shutil
 import warnings
@@ -33,7 +32,6 @@ from gpt_pretrain.config.schedule import last_step
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.cache import Progress, cache_directory, fingerprint, hold_lock
 from gpt_pretrain.data.corpus import Corpus
-from gpt_pretrain.data.documents import expected_attended
 from gpt_pretrain.data.epochs import EpochDataset, write_indices
 from gpt_pretrain.data.mixtures import Mixture
 from gpt_pretrain.data.token_files import check_token_file, split_of_documents
@@ -147,19 +145,8 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
 
     @property
     def attended(self) -> float:
-        """The length of document or sample that a token of the run is in on average, as far as lengths tell before."""
-
-        def of_files(length: int) -> list[float]:
-            if not self._masks_documents:
-                return [length] * len(self._files)
-            return [expected_attended(check_token_file(each).lengths, length) for each in self.mixture.prefixes]
-
-        total = 0.0
-        for stage, num_samples in self.mixture.stage_lengths(self.num_samples, self._length):
-            shares = self.mixture.file_weights(stage)
-            lengths = of_files(stage.sequence_length or self._length)
-            total += num_samples * sum(map(operator.mul, shares, lengths))
-        return total / self.num_samples
+        """The length of document or sample that a token of the run is in on average (`Mixture.attended`)."""
+        return self.mixture.attended(self.num_samples, self._length, in_documents=self._masks_documents)
 
     def __len__(self) -> int:
         return len(self._files[0]) if self._drawn is None else len(self._drawn[0])
