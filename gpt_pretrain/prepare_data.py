@@ -50,6 +50,12 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
             + "".join(
                 f"    {name}: {each:.2f} epochs\n" for name, each in train.epochs.items() if len(train.epochs) > 1
             )
+            + (
+                f"    attention to documents of {train.attended:,.0f} tokens on average, in samples of "
+                f"{config.model.encoder_seq_length:,}\n"
+                if config.model.data.inter_document_masking
+                else ""
+            )
             + "".join(f"    {prefix}.bin\n" for prefix in corpus.files)
         )
 

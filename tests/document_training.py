@@ -79,6 +79,7 @@ GPU_MODELS: dict[str, Sequence[str]] = {
     "te_delayed": ("fp8=delayed",),
     "te_stored": ("fp8=delayed", "model.fp8_params=true"),
     "te_blockwise": ("fp8=blockwise",),
+    "te_tensorwise": ("fp8=tensorwise",),
     "te_experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=512"),
     "te_recomputed": MODELS["recomputed"],
     "te_flash": ("model.use_flash_attention=true",),

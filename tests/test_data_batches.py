@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.data.batches import build_batch_iterator, microbatches, tell_of_defects
+from gpt_pretrain.data.batches import Batch, build_batch_iterator, microbatches, tell_of_defects
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.data.documents import document_borders
+from gpt_pretrain.training.step import train_step
+from tests.emulated_training import emulate, emulated_training
 from tests.forked_runs import Run
 from tests.token_files import SEQUENCE_LENGTH, counting_documents, data_config, write_token_file
 
@@ -37,6 +40,50 @@ def global_batches(size, **arguments):
     ranks = [list(sampler(rank, size, **arguments)) for rank in range(size)]
     samples = list(itertools.chain.from_iterable(itertools.chain.from_iterable(zip(*ranks, strict=True))))
     return [samples[i : i + GLOBAL_BATCH_SIZE] for i in range(0, len(samples), GLOBAL_BATCH_SIZE)]
+
+
+def test_cut_samples_begin_positions_and_documents_anew():
+    """Two samples of six tokens, of documents of 4 and 2, and of 1 and 5, in pieces of three."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1], [0, 0, 1, 2, 3, 4]])
+    tokens = torch.arange(12).view(2, 6)
+    mask = torch.tensor([[1.0, 1, 1, 1, 0, 1], [1, 0, 1, 1, 1, 1]])
+    batch = Batch(tokens, tokens + 1, mask, positions, document_borders(positions))
+    cut = batch.cut(3)
+    assert cut.tokens.tolist() == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9, 10, 11]]
+    assert cut.labels.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
+    assert cut.loss_mask.tolist() == [[1, 1, 1], [1, 0, 1], [1, 0, 1], [1, 1, 1]]
+    assert cut.position_ids.tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 1], [0, 1, 2]]
+    assert cut.document_borders.tolist() == [0, 3, 4, 6, 7, 9, 12]
+    assert batch.cut(6) is batch
+    whole = Batch(tokens, tokens + 1, mask, torch.arange(6).expand(2, 6)).cut(3)
+    assert whole.position_ids.tolist() == [[0, 1, 2]] * 4
+    assert whole.document_borders is None
+
+
+STAGES = ("data=mmap", "model.data.data_prefix=[/d/web]", 'model.data.stages=["1e3 seq_length=8 web=1","web=1"]')
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("model.position_embedding_type=learned_absolute",), emulate("delayed", "trainer.precision=bf16")],
+    ids=["rope", "learned", "delayed"],
+)
+def test_a_step_of_cut_samples_equals_one_of_a_model_with_short_samples(overrides):
+    with emulated_training(*overrides, *STAGES) as training:
+        given = list(training.iterators(0)[0])
+        cut = [train_step(training.trainable, [iter(given)], None, 8) for _ in range(2)]
+    short = ("model.encoder_seq_length=8", "model.micro_batch_size=8", "model.global_batch_size=16")
+    with emulated_training(*overrides, *short) as training:
+        places = torch.arange(8).expand(8, 8)
+        pieces = [
+            Batch(*(each.reshape(8, 8) for each in (batch.tokens, batch.labels, batch.loss_mask)), places)
+            for batch in given
+        ]
+        expected = [train_step(training.trainable, [iter(pieces)]) for _ in range(2)]
+    for one, other in zip(cut, expected, strict=True):
+        assert one.loss_sum_and_tokens.tolist() == other.loss_sum_and_tokens.tolist()
+        assert float(one.grad_norm) == float(other.grad_norm)
+        assert one.squared_lengths.item() == 16 * 8**2
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

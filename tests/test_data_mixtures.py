@@ -11,6 +11,7 @@ import pytest
 
 from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.compare.event_files import find_event_files, read_event_files
+from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.config.mixtures import read_entries, source_names
@@ -116,11 +117,34 @@ PATHS = "model.data.data_prefix=[/d/web,/d/code]"
     [
         ([PATHS, 'model.data.stages=["1e3 web=1","lab=1"]'], "'lab'.* web, code"),
         ([PATHS, 'model.data.stages=["1e3 web=1","web=1"]'], "reads the source 'code'"),
-        ([PATHS, 'model.data.stages=["web=1","code=1"]'], "'web=1' is not its tokens first"),
-        ([PATHS, 'model.data.stages=["1e3 web=1","1e3 code=1"]'], "'1e3 code=1' is not no tokens"),
-        ([PATHS, 'model.data.stages=["1e3","code=1"]'], "'1e3' is not its tokens"),
+        ([PATHS, 'model.data.stages=["web=1","code=1"]'], "'web=1' must begin with its tokens"),
+        ([PATHS, 'model.data.stages=["1e3 web=1","1e3 code=1"]'], "'1e3 code=1' must have weights by source alone"),
+        ([PATHS, 'model.data.stages=["1e3","code=1"]'], "'1e3' must begin with its tokens, and weights"),
+        ([PATHS, 'model.data.stages=["1e3 seq_length=4","code=1"]'], "'1e3 seq_length=4' must .* weights by source"),
+        (
+            [PATHS, 'model.data.stages=["1e3 web=1 seq_len=4 seq_length=8","code=1"]'],
+            "seq_length=8' must begin with its tokens",
+        ),
         ([PATHS, 'model.data.stages=["0.5 web=1","code=1"]'], "0.5 tokens"),
         ([PATHS, 'model.data.stages=["1e3 web=-1 code=2","code=1"]'], "'1e3 web=-1 code=2'"),
+        ([PATHS, 'model.data.stages=["1e3 seq_length=0 web=1","code=1"]'], "'seq_length=0' is no number"),
+        ([PATHS, 'model.data.stages=["1e3 seq_length=4.5 web=1","code=1"]'], "'seq_length=4.5' is no number"),
+        (
+            [PATHS, 'model.data.stages=["1e3 seq_length=3 web=1","code=1"]'],
+            "seq_length=3 .*encoder_seq_length=16; .*2 or 4",
+        ),
+        (
+            [PATHS, 'model.data.stages=["1e3 seq_length=32 web=1","code=1"]'],
+            "seq_length=32 .*encoder_seq_length=16; .*8",
+        ),
+        (
+            [PATHS, 'model.data.stages=["1e3 seq_length=2 web=1","code=1"]', "model.context_parallel_size=2"],
+            "seq_length=2 .* multiples of 4, which ranks split; use seq_length=4 or 8, or no",
+        ),
+        (
+            [PATHS, 'model.data.stages=["1e3 seq_length=4 web=1","code=1"]', "model.compile=true"],
+            "model.compile=true cannot be combined with model.data.stages with seq_length=4",
+        ),
         ([PATHS, 'model.data.stages=["1e3 web=0.5 code=0.2","code=1"]'], "the sum 0.7.*web=0.7143 code=0.2857"),
         (
             ["model.data.data_prefix=[0.5,/d/web,0.5,/d/code]", "model.data.temperature=2"],
@@ -293,10 +317,10 @@ SHORT = (
 
 
 def test_runs_that_are_cut_around_the_border_of_stages_equal_the_uncut_one(tmp_path, cache_dir):
-    """The border is inside of step 3; losses, validations and counts by source."""
+    """The border, of sequence lengths too, is inside of step 3; losses, validations and counts by source."""
     files = text_overrides(tmp_path)
     plain = files[0].replace("0.75,", "").replace("0.25,", "")
-    stages = 'model.data.stages=["640 web=1","web=0.25 all=0.75"]'
+    stages = 'model.data.stages=["640 web=1 seq_len=8","web=0.25 all=0.75"]'
     overrides = [*SHORT, plain, files[1], stages, "parallelism=dp"]
     uncut = run_small(2, tmp_path / "uncut", cache_dir, [*overrides, "trainer.max_steps=5"])
     for max_steps in (2, 3, 5):
@@ -313,6 +337,53 @@ def test_runs_that_are_cut_around_the_border_of_stages_equal_the_uncut_one(tmp_p
     shutil.rmtree(tmp_path / "cut" / "checkpoints" / "step_00000005")
     one = run_small(1, tmp_path / "cut", cache_dir, [*overrides[:-1], "trainer.max_steps=5", "model.hidden_dropout=0"])
     assert one.sources[-1].sources == consumed
+
+
+def short_sequences(tmp_path, *overrides):
+    """Three steps of samples in pieces of 8 tokens, then whole ones of 32."""
+    files = text_overrides(tmp_path)
+    plain = files[0].replace("0.75,", "").replace("0.25,", "")
+    stages = 'model.data.stages=["640 seq_length=8 web=0.5 all=0.5","web=0.25 all=0.75"]'
+    return [*SHORT, plain, files[1], stages, "model.hidden_dropout=0", "trainer.max_steps=5", *overrides]
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "overrides"),
+    [
+        (2, ["parallelism=pp2"]),
+        (2, ["parallelism=tp2_sp", "model.data.num_workers=1"]),
+        (2, ["parallelism=pp2", "model.data.inter_document_masking=true"]),
+    ],
+    ids=str,
+)
+def test_a_stage_with_a_sequence_length_trains_alike_in_all_layouts(num_ranks, overrides, tmp_path, cache_dir):
+    split = run_small(num_ranks, tmp_path / "split", cache_dir, short_sequences(tmp_path, *overrides))
+    masked = [each for each in overrides if "masking" in each]
+    one = run_small(1, tmp_path / "one", cache_dir, short_sequences(tmp_path, *masked))
+    whole = [each.replace("seq_length=8 ", "") for each in short_sequences(tmp_path, *masked)]
+    uncut = run_small(1, tmp_path / "uncut", cache_dir, whole)
+    assert [each.loss for each in split.train] == pytest.approx([each.loss for each in one.train], rel=1e-5)
+    assert one.train[0].loss != pytest.approx(uncut.train[0].loss, rel=1e-5)
+    assert one.sources == uncut.sources
+    assert [each.consumed_tokens for each in one.train] == [each.consumed_tokens for each in uncut.train]
+    if not masked:
+        config = load_saved_config(tmp_path / "one" / "config.yaml")
+        for metrics in (split, one):
+            for record in metrics.train:
+                attended = 8 if record.step <= 3 else 32
+                flops = flops_per_token(config.model) - 3 * 4 * 2 * 64 * (32 - attended)
+                gpus = num_ranks if metrics is split else 1
+                assert gpus * record.tflops_per_gpu * 1e12 / record.tokens_per_s == pytest.approx(flops)
+
+
+def test_fp8_is_proven_in_each_step_of_stages_with_other_sequence_lengths(tmp_path, cache_dir):
+    overrides = ["fp8=delayed", "model.fp8_emulate=true", "logging.fp8_proof_interval=1", "trainer.precision=bf16"]
+    arguments = small_run_arguments(tmp_path / "run", cache_dir, short_sequences(tmp_path, *overrides))
+    done = fork_ranks(1, arguments)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "8, 32 from 640 tokens on" in " ".join(done.stdout.split())
+    proofs = load_metrics(tmp_path / "run").fp8_proofs
+    assert [(each.step, each.warnings) for each in proofs] == [(step, ()) for step in range(1, 6)]
 
 
 def test_validation_has_a_loss_for_each_source_with_its_name(tmp_path, cache_dir):

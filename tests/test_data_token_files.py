@@ -2,6 +2,7 @@ import decimal
 import os
 import re
 from decimal import Decimal
+from pathlib import Path
 
 import numpy
 import pytest
@@ -54,6 +55,19 @@ def test_a_missing_file_is_named(prefix, suffix):
 def test_a_prefix_with_its_suffix_is_explained(prefix):
     with pytest.raises(UserError, match=r"web\.bin\.bin .*; .*\.bin.*\.idx"):
         check_token_file(prefix + ".bin")
+
+
+def test_a_folder_is_answered_with_its_pairs(prefix):
+    folder = Path(prefix).parent
+    with pytest.raises(UserError, match=re.escape(f"; {folder} is a folder: name its pairs, [{prefix}]")):
+        check_token_file(str(folder))
+
+
+@pytest.mark.parametrize("named", ["", "/00000_tokens", "/00000_tokens.ds"])
+def test_the_token_files_of_datatrove_are_answered_with_what_writes_pairs(named, tmp_path):
+    (tmp_path / "00000_tokens.ds").touch()
+    with pytest.raises(UserError, match="MegatronDocumentTokenizer"):
+        check_token_file(f"{tmp_path}{named}")
 
 
 # 34 bytes of header, 10 × (int32 length + int64 offset), 11 × int64 boundaries; 200 tokens of two bytes.

@@ -4,6 +4,7 @@ import io
 import json
 from dataclasses import replace
 
+import numpy
 import pytest
 import torch
 from rich.console import Console
@@ -14,6 +15,7 @@ from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.config.schedule import num_train_samples
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
+from gpt_pretrain.data.documents import expected_attended
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.plan.document import WIDTH, print_plan
@@ -61,6 +63,33 @@ def test_a_run_counts_attention_by_the_lengths_of_its_documents(layout, tmp_path
         expected = whole - 3 * model.num_layers * 2 * width * (256 - attended)
         assert 2 * record.tflops_per_gpu * 1e12 / record.tokens_per_s == pytest.approx(expected, rel=1e-5)
         assert record.consumed_flops == pytest.approx(expected * record.consumed_tokens, rel=1e-5)
+
+
+def test_the_forecast_is_the_mean_over_all_places_where_samples_begin():
+    """By hand, of the documents end to end; the forecast takes lengths for continuous."""
+    lengths = numpy.random.default_rng(5).integers(1, 300, 400)
+    documents = numpy.repeat(numpy.arange(len(lengths)), lengths)
+    squares = []
+    for first in range(0, 100, 5):
+        samples = documents[first:][: (len(documents) - first) // 100 * 100].reshape(-1, 100)
+        squares.append(sum((numpy.unique(each, return_counts=True)[1] ** 2).sum() for each in samples) / samples.size)
+    assert expected_attended(lengths, 100) == pytest.approx(numpy.mean(squares), rel=1e-2)
+    assert expected_attended(numpy.array([1_000_000]), 100) == pytest.approx(100, rel=1e-3)
+    assert expected_attended(numpy.array([3, 3, 3]), 1_000_000) == pytest.approx(3)
+
+
+def test_the_data_forecast_what_steps_count(tmp_path, cache_dir, paragraphs):
+    overrides = [MASKED, paragraphs, "model.encoder_seq_length=256", "trainer.limit_val_batches=0"]
+    config = load_config(
+        [*(each for each in SMALL_RUN if "val_check" not in each), *small_corpus(cache_dir), *overrides]
+    )
+    data, _ = build_datasets(config, prepare_corpus(config, show_progress=False), num_train_samples=400)
+    seen = sum(int((2 * data[index]["position_ids"] + 1).sum()) for index in range(400)) / (400 * 256)
+    assert data.attended == pytest.approx(seen, rel=0.05)
+    plain = load_config(
+        [*(each for each in SMALL_RUN if "val_check" not in each), *small_corpus(cache_dir), *overrides[1:]]
+    )
+    assert build_datasets(plain, prepare_corpus(plain, show_progress=False), num_train_samples=9)[0].attended == 256
 
 
 def results(squares):

@@ -341,6 +341,7 @@ class HalfMasked:
 
     def __init__(self, dataset):
         self._dataset, self.num_epochs = dataset, dataset.num_epochs
+        self.sequence_length_at = dataset.sequence_length_at
 
     def __len__(self):
         return len(self._dataset)

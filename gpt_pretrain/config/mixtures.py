@@ -4,9 +4,11 @@
 a temperature or stages each path is a source of its own, with a name, epochs and a validation loss; otherwise all
 paths together are one source. A stage is a string of its tokens and the weights of sources by name:
 
-    model.data.stages=["10e9 web=0.7 code=0.3", "web=0.2 code=0.3 math=0.5"]
+    model.data.stages=["10e9 seq_length=2048 web=0.7 code=0.3", "web=0.2 code=0.3 math=0.5"]
 
 The last stage has no tokens and lasts to the end of the run, so that the order of samples does not depend on that end.
+A stage may have a sequence length of its own: its samples are cut into that many tokens when they are trained on
+(`data.batches.Batch.cut`), so that order, batches in tokens and shapes of products stay what they are without it.
 """
 
 import math
@@ -17,13 +19,15 @@ from pathlib import PurePath
 from typing import Any
 
 from gpt_pretrain.config.derived import is_weight, weight_of
-from gpt_pretrain.config.errors import ConfigError, refusal
+from gpt_pretrain.config.errors import ConfigError, format_short, refusal
 from gpt_pretrain.config.json_objects import JsonObject
 from gpt_pretrain.config.schema_data import DataConfig
 from gpt_pretrain.config.urls import url_problems
 
 _SUFFIX = re.compile(r"\.(((txt|jsonl)(\.(gz|zst|bz2))?)|parquet|arrow)$")
 _KEYS = ("data_prefix", "validation_prefix", "text_files")
+# As model.encoder_seq_length is called.
+_LENGTHS = ("seq_length", "seq_len", "encoder_seq_length")
 _FORM = 'model.data.stages=["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]'
 
 
@@ -35,6 +39,8 @@ class Stage:
     """Training tokens of the stage; None: all that follow."""
     weights: Mapping[str, float]
     """By source; they sum to 1."""
+    sequence_length: int | None = None
+    """Tokens that its samples are cut into; None: model.encoder_seq_length, uncut."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,18 +111,47 @@ def read_stages(data: DataConfig) -> list[Stage]:
     for number, text in enumerate(data.stages, start=1):
         words = text.split()
         num_tokens = weight_of(words.pop(0)) if words and is_weight(words[0]) else None
-        pairs = [(name, weight_of(weight)) for name, _, weight in (word.rpartition("=") for word in words)]
+        split = [word.rpartition("=") for word in words]
+        lengths = [_own_length(name, number) for name, _, number in split if name in _LENGTHS]
+        pairs = [(name, weight_of(weight)) for name, _, weight in split if name not in _LENGTHS]
         weights = {name: weight for name, weight in pairs if name and weight is not None and 0 < weight < math.inf}
         is_last = number == len(data.stages)
-        if not words or len(weights) < len(words) or (num_tokens is None) is not is_last:
-            tokens = "no tokens, since it lasts to the end" if is_last else "its tokens first"
-            raise ConfigError([f"model.data.stages: {text!r} is not {tokens} and weights by source; write {_FORM}"])
+        if not pairs or len(weights) < len(pairs) or len(lengths) > 1 or (num_tokens is None) is not is_last:
+            form = "begin with its tokens, and weights by source follow"
+            if is_last:
+                form = "have weights by source alone, since the last stage lasts to the end"
+            raise ConfigError([f"model.data.stages: {text!r} must {form}; write {_FORM}"])
         if num_tokens is not None and not 1 <= num_tokens < 2**53:
             raise ConfigError([f"model.data.stages: {text!r} has {num_tokens:g} tokens; use 1 to {2**53:g}"])
         mended = " ".join(f"{name}={weight / sum(weights.values()):.4g}" for name, weight in weights.items())
         shares = _shares([*weights.values()], f"model.data.stages: {text!r}", mended)
-        stages.append(Stage(num_tokens, dict(zip(weights, shares, strict=True))))
+        stages.append(Stage(num_tokens, dict(zip(weights, shares, strict=True)), *lengths))
     return stages
+
+
+def _own_length(name: str, number: str) -> int:
+    if not number.isdecimal() or int(number) < 1:
+        raise ConfigError([f"model.data.stages: '{name}={number}' is no number of tokens; use {name}=2048 or another"])
+    return int(number)
+
+
+def own_lengths(data: DataConfig) -> list[int]:
+    """The sequence lengths that stages have of their own, in order; none where `mixture_problems` refuses stages."""
+    try:
+        stages = read_stages(data)
+    except ConfigError:
+        return []
+    return [stage.sequence_length for stage in stages if stage.sequence_length is not None]
+
+
+def describe_lengths(data: DataConfig, sequence_length: int) -> str:
+    """The sequence lengths of a run in a line; empty unless a stage has its own."""
+    parts, begin = [], 0.0
+    for stage in read_stages(data) if own_lengths(data) else ():
+        since = f" from {format_short(begin)} tokens on" if begin else ""
+        parts.append(f"{stage.sequence_length or sequence_length:,}{since}")
+        begin += stage.num_tokens or 0.0
+    return ", ".join(parts)
 
 
 def mixture_problems(data: DataConfig) -> Iterator[str]:

@@ -133,7 +133,8 @@ class DataConfig:
         unread=[_with_data(DataImpl.mmap, DataImpl.text, instead="model.data.stages=[]")],
     )
     """Parts of the run with their own weights for the paths of `data_prefix` or `text_files`: tokens, then weights by
-    the sources' names, ["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]; the last stage lasts to the end."""
+    the sources' names, ["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]; the last stage lasts to the end. In
+    "10e9 seq_length=2048 web=1" each sample of encoder_seq_length tokens is trained on in pieces of 2,048."""
     max_epochs: float | None = key(above=0, use="4 or another", before=None, unread=[_WITH_RANDOM_TOKENS])
     """Refuse a run that would read any source more often than this; null: no bound."""
     cache_dir: str | None = key(unread=[_WITH_RANDOM_TOKENS])

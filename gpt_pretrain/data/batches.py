@@ -38,7 +38,7 @@ with warnings.catch_warnings():
     # megatron-core warns of missing optional packages that only the rank would use.
     warnings.simplefilter("ignore")
     from gpt_pretrain.data.datasets import FIELDS, SampleDataset
-    from gpt_pretrain.data.documents import collate_documents
+    from gpt_pretrain.data.documents import collate_documents, document_borders
 
 # The launcher, Slurm and the terminal send these to every process of a run; the rank acts on them for its loaders.
 _RANK_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -67,6 +67,22 @@ class Batch:
         """
         found = {name: getattr(self, name) for name in FIELDS}
         return found if self.document_borders is None else {name: each.view(1, -1) for name, each in found.items()}
+
+    def cut(self, length: int) -> "Batch":
+        """The same tokens as samples of so many, [b · s / length, length], which do not see each other."""
+        if length == self.tokens.size(1):
+            return self
+        # In whichever began later: the document or the piece.
+        in_piece = torch.arange(self.tokens.size(1), device=self.tokens.device) % length
+        positions = torch.minimum(self.position_ids, in_piece).view(-1, length)
+        return Batch(
+            tokens=self.tokens.view(-1, length),
+            labels=self.labels.view(-1, length),
+            loss_mask=self.loss_mask.view(-1, length),
+            position_ids=positions,
+            # It has another size in each microbatch, for which the host waits.
+            document_borders=None if self.document_borders is None else document_borders(positions),
+        )
 
 
 def microbatches(

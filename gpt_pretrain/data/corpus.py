@@ -163,7 +163,10 @@ def prepare_corpus(config: Config, *, show_progress: bool) -> Corpus:
     elif len(stages) > 1:
         weights = {source.name: 1 / len(validation) for source in validation}
     tokenizer_key = None if tokenizer is None else tokenizer.fingerprint
-    shares = [[stage.num_tokens, mixture.file_weights(stage)] for stage in stages]
+    shares = [
+        [stage.num_tokens, mixture.file_weights(stage), *([stage.sequence_length] if stage.sequence_length else [])]
+        for stage in stages
+    ]
     in_order, own_in_order = list(chain(*files.values())), list(chain(*own_files.values()))
     splits: Any = split_matrix(data.splits_string)
     if own is not None:

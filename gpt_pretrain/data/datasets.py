@@ -65,9 +65,18 @@ class RandomTokens(Dataset[dict[str, torch.Tensor]]):
     num_epochs = 0.0
     epochs: ClassVar[Mapping[str, float]] = {}
 
+    @property
+    def attended(self) -> float:
+        """The tokens of a sample, which is one document."""
+        return self.sequence_length
+
     def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
         """Nothing: random tokens have no source."""
         return {}
+
+    def sequence_length_at(self, sample: int) -> int:
+        """Tokens of every sample."""
+        return self.sequence_length
 
     def __len__(self) -> int:
         return self.num_samples
@@ -105,6 +114,7 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         self._index = index
         self.num_samples = num_samples
         self._length = config.sequence_length
+        self._masks_documents = config.inter_document_masking
         self._files = [
             EpochDataset(prefix, index / f"{stem}-{number}", config) for number, prefix in enumerate(mixture.prefixes)
         ]
@@ -133,6 +143,11 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         """Passes over the source that is read most often."""
         return max(self.epochs.values())
 
+    @property
+    def attended(self) -> float:
+        """The length of document or sample that a token of the run is in on average (`Mixture.attended`)."""
+        return self.mixture.attended(self.num_samples, self._length, in_documents=self._masks_documents)
+
     def __len__(self) -> int:
         return len(self._files[0]) if self._drawn is None else len(self._drawn[0])
 
@@ -146,6 +161,10 @@ class TokenDataset(Dataset[dict[str, torch.Tensor]]):
         if self._masked_label is not None:
             sample["loss_mask"][sample["labels"] == self._masked_label] = 0.0
         return {field: sample[field] for field in FIELDS}
+
+    def sequence_length_at(self, sample: int) -> int:
+        """The tokens that a step which begins with this sample cuts its samples into."""
+        return self.mixture.sequence_length_at(sample, self._length)
 
     def consumed(self, num_samples: int) -> dict[str, ConsumedSource]:
         """What the first samples hold of each source; quick where the last call asked for a few less."""

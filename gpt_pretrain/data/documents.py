@@ -7,10 +7,13 @@ of documents divide; a sample begins one, since nothing before it is there.
 
 from collections.abc import Sequence
 
+import numpy
 import torch
 from torch.utils.data import default_collate
 
 BORDERS = "document_borders"
+# Documents whose lengths stand for those of a file.
+_MOST_LENGTHS = 2**20
 
 
 def document_borders(position_ids: torch.Tensor) -> torch.Tensor:
@@ -20,6 +23,20 @@ def document_borders(position_ids: torch.Tensor) -> torch.Tensor:
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
     return torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
+
+
+def expected_attended(lengths: numpy.ndarray, sequence_length: int) -> float:
+    """The length of document that a token is in on average (`config.derived.attended_length`), before samples are cut.
+
+    A sample's border falls anywhere in a document: two of its tokens at distance d are in one sample with probability
+    1 - d / sequence_length.
+    """
+    of_documents = lengths[:: -(-len(lengths) // _MOST_LENGTHS)].astype(numpy.float64)
+    reach = numpy.minimum(of_documents, sequence_length)
+    # Twice the integral of (length - d) · (1 - d / sequence_length) over d from 0 to `reach`.
+    squares = 2 * reach * of_documents - reach**2 * (1 + of_documents / sequence_length)
+    squares += 2 * reach**3 / (3 * sequence_length)
+    return float(squares.sum() / of_documents.sum())
 
 
 def collate_documents(samples: Sequence[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:

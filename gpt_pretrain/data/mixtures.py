@@ -12,7 +12,8 @@ import numpy
 from megatron.core.datasets import helpers
 
 from gpt_pretrain.config.mixtures import Stage
-from gpt_pretrain.data.token_files import SplitSize
+from gpt_pretrain.data.documents import expected_attended
+from gpt_pretrain.data.token_files import SplitSize, check_token_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,15 @@ class Mixture:
             yield stage, end - begin
             begin = end
 
+    def sequence_length_at(self, sample: int, sequence_length: int) -> int:
+        """The tokens that a step which begins with this sample cuts its samples into."""
+        end = 0
+        for stage, length in self.stage_lengths(sample + 1, sequence_length):
+            end += length
+            if sample < end:
+                return stage.sequence_length or sequence_length
+        raise AssertionError("the last stage has no end")
+
     def epochs(self, num_samples: int, sequence_length: int) -> dict[str, float]:
         """How often a run of `num_samples` reads each source."""
         lengths = list(self.stage_lengths(num_samples, sequence_length))
@@ -79,6 +89,16 @@ class Mixture:
             / source.size.num_tokens
             for source in self.sources
         }
+
+    def attended(self, num_samples: int, sequence_length: int, *, in_documents: bool) -> float:
+        """The length of document, or of sample, that a token of a run of `num_samples` is in on average."""
+        total = 0.0
+        for stage, num_of_stage in self.stage_lengths(num_samples, sequence_length):
+            length = stage.sequence_length or sequence_length
+            for prefix, share in zip(self.prefixes, self.file_weights(stage), strict=True):
+                of_file = expected_attended(check_token_file(prefix).lengths, length) if in_documents else length
+                total += num_of_stage * share * of_file
+        return total / num_samples
 
     def draw(self, num_samples: int, sequence_length: int) -> tuple[numpy.ndarray, numpy.ndarray]:
         """The file of each sample, int16, as an index of `prefixes`, and how many samples it gave before, int64."""

@@ -37,6 +37,8 @@ _BLOCK_BYTES = 64 * 1024
 _KEY = "model.data.data_prefix"
 # 2^64 divided by the golden ratio.
 _GOLDEN = 0x9E3779B97F4A7C15
+# That a message lists.
+_SHOWN_PAIRS = 3
 _SPLIT_NAMES = ("training", "validation", "test")
 
 
@@ -72,6 +74,19 @@ class TokenFile:
         return [file_identity(self.bin_path), file_identity(self.idx_path)]
 
 
+def _way_out(prefix: str) -> str:
+    """What to name in place of a path that is no pair's."""
+    if prefix.endswith((".bin", ".idx")):
+        return "; name the path without .bin and .idx"
+    folder = Path(prefix)
+    if pairs := sorted(str(path.with_suffix("")) for path in folder.glob("*.idx")):
+        more = ",…" if len(pairs) > _SHOWN_PAIRS else ""
+        return f"; {prefix} is a folder: name its pairs, [{','.join(pairs[:_SHOWN_PAIRS])}{more}]"
+    if prefix.endswith(".ds") or Path(prefix + ".ds").exists() or any(folder.glob("*.ds")):
+        return "; datatrove's .ds files are not read: its MegatronDocumentTokenizer writes .bin and .idx"
+    return ""
+
+
 def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
     """Opens a `.bin/.idx` pair that `key` names.
 
@@ -81,8 +96,7 @@ def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
     bin_path, idx_path = Path(prefix + ".bin"), Path(prefix + ".idx")
     for path in (bin_path, idx_path):
         if not path.is_file():
-            hint = "; name the path without .bin and .idx" if prefix.endswith((".bin", ".idx")) else ""
-            raise UserError(f"{key}: {path} does not exist{hint}")
+            raise UserError(f"{key}: {path} does not exist{_way_out(prefix)}")
     size = idx_path.stat().st_size
     with idx_path.open("rb") as file:
         header = file.read(_HEADER.size)

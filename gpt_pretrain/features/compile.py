@@ -5,7 +5,16 @@ from typing import override
 
 from gpt_pretrain.config.choices import CudaGraphImpl, Fp8Backend
 from gpt_pretrain.config.errors import show
-from gpt_pretrain.features.feature import COMPILED_ITSELF, LOCAL_LAYERS, Feature, Lack, Obstacle, Resolved, RunSpec
+from gpt_pretrain.features.feature import (
+    COMPILED_ITSELF,
+    LOCAL_LAYERS,
+    Feature,
+    Lack,
+    Obstacle,
+    Resolved,
+    RunSpec,
+    changing_shapes,
+)
 
 # By the reason: keys of `model.` that exclude compiled layers, each with a value that does not. Experts have none:
 # without them it is another model. `FusedKernel` excludes itself.
@@ -43,9 +52,7 @@ class Compile(Feature):
             yield "model.fp8=true", why
         if run.config.trainer.deterministic:
             yield "trainer.deterministic=true", "not tested"
-        if run.model.data.inter_document_masking:
-            why = "a graph has fixed shapes, and microbatches have different numbers of documents"
-            yield "model.data.inter_document_masking=true", why, "model.data.inter_document_masking=false"
+        yield from changing_shapes(run.model)
         for why, settings in _EXCLUDED.items():
             for setting in settings.split():
                 key, _, instead = setting.partition("=")

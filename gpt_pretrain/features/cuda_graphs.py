@@ -6,7 +6,7 @@ from typing import override
 from gpt_pretrain.config.choices import CudaGraphImpl, LayerName, PositionEmbedding
 from gpt_pretrain.config.derived import matmul_parameters_per_layer
 from gpt_pretrain.config.recipes import Use
-from gpt_pretrain.features.feature import Feature, Obstacle, Resolved, RunSpec
+from gpt_pretrain.features.feature import Feature, Obstacle, Resolved, RunSpec, changing_shapes
 from gpt_pretrain.run.fp8 import local_layers
 
 # Graphs gain up to this many operations of a layer on a microbatch, 6 per weight and token. On an H200 they sped up
@@ -52,9 +52,7 @@ class CudaGraphs(Feature):
         yield from self.needs(model, why, fp8_dot_product_attention=False)
         why = "a graph reads weights at recorded addresses, and transposes of FP8 weights move"
         yield from self.needs(model, why, fp8_params=False)
-        if model.data.inter_document_masking:
-            why = "a graph has fixed shapes, and microbatches have different numbers of documents"
-            yield "model.data.inter_document_masking=true", why, "model.data.inter_document_masking=false"
+        yield from changing_shapes(model)
         if (interval := run.config.logging.fp8_statistics_interval) is not None:
             yield f"logging.fp8_statistics_interval={interval}", "a replay reports none of its products"
 

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, override
 from gpt_pretrain.config.choices import CudaGraphImpl
 from gpt_pretrain.config.errors import refusal, refusals, show
 from gpt_pretrain.config.facts import NO_FACTS, Facts
+from gpt_pretrain.config.mixtures import own_lengths
 from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Obstacle
@@ -27,6 +28,16 @@ type Lack = tuple[str, ...]
 
 LOCAL_LAYERS = "it compiles megatron-core's local layers"
 COMPILED_ITSELF = "a layer is one graph, and this part is compiled or computed by itself"
+
+
+def changing_shapes(model: ModelConfig) -> Iterator[Obstacle]:
+    """Settings that give microbatches different shapes, for features that record or compile graphs."""
+    why = "a graph has fixed shapes, and microbatches have different numbers of documents"
+    if model.data.inter_document_masking:
+        yield "model.data.inter_document_masking=true", why, "model.data.inter_document_masking=false"
+    if lengths := own_lengths(model.data):
+        why = "a graph has fixed shapes, and those of stages with a seq_length differ"
+        yield f"model.data.stages with seq_length={lengths[0]}", why, "stages without seq_length"
 
 
 class Feature:

@@ -20,6 +20,7 @@ from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_digits, format_short
 from gpt_pretrain.config.files import write_file
+from gpt_pretrain.config.mixtures import describe_lengths
 from gpt_pretrain.config.schedule import batch_grows
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.effective import Setting, is_fp8_key
@@ -75,6 +76,8 @@ def _header(plan: Plan) -> RenderableType:
         f"{model.global_batch_size} samples ({format_short(tokens)} tokens) a step: "
         f"{counted(layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size} per data-parallel rank",
     )
+    if lengths := describe_lengths(model.data, model.encoder_seq_length):
+        grid.add_row("samples", f"cut into {lengths}; times and memory are those of {model.encoder_seq_length:,}")
     grid.add_row("length", _length(plan.schedule))
     grid.add_row("rate", plan.schedule.rates)
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import expert_tensor_parallel_size, kv_channels, num_query_groups, padded_vocab_size
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal
+from gpt_pretrain.config.mixtures import own_lengths
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import EXPERT_FC1, EXPERT_FC2, FC1, FC2, PROJ, QKV, Linear, Resolved
@@ -117,12 +118,28 @@ def _sequence(model: ModelConfig) -> Iterator[str]:
         yield indivisible(f"model.encoder_seq_length={length}", f"{need} ({' and '.join(causes)})", near)
 
 
+def _stage_lengths(model: ModelConfig) -> Iterator[str]:
+    """The sequence lengths of stages divide samples, and ranks divide them."""
+    length, need = model.encoder_seq_length, _sequence_step(model)
+    for own in own_lengths(model.data):
+        if length % own or own % need:
+            fitting = [each for each in divisors(length) if each % need == 0 and each < length]
+            near = sorted(sorted(fitting, key=lambda each: abs(each - own))[:3])
+            ways = [f"seq_length={one_of(near)}"] if near else []
+            split = f" into multiples of {need}, which ranks split" if need > 1 else ""
+            yield (
+                f"model.data.stages: seq_length={own} does not divide model.encoder_seq_length={length}{split}; use "
+                f"{', or '.join([*ways, 'no seq_length'])}"
+            )
+
+
 def division_problems(model: ModelConfig) -> Iterator[str]:
     """All rules above."""
     yield from _attention_heads(model)
     yield from _rotated_pairs(model)
     yield from _widths_over_tensor_ranks(model)
     yield from _sequence(model)
+    yield from _stage_lengths(model)
 
 
 def fp8_shape_problems(run: Resolved) -> Iterator[str]:

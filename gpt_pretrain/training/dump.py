@@ -193,17 +193,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def write_dump(
-    directory: Path, bad: BadStep, *, trainable: Trainable, iterators: Sequence[Iterator[Batch] | None]
+    directory: Path,
+    bad: BadStep,
+    *,
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    sequence_length: int,
 ) -> str:
     """Computes a step's batch once more, writes what was found and returns it as a sentence; every rank calls it.
 
-    This overwrites gradients. `iterators` begin at the first sample of the step.
+    This overwrites gradients. `iterators` begin at the first sample of the step, whose samples are cut into
+    pieces of `sequence_length` tokens.
     """
     chunks = trainable.model.gpt_chunks
     search = FirstBad(chunks)
     spec = trainable.model.spec
     with search.watching(), without_graphs(chunks), trainable.model.without_overlapped_exchange():
-        report = compute_gradients(trainable, iterators, bad.num_samples)
+        report = compute_gradients(trainable, iterators, bad.num_samples, sequence_length)
     first = search.agree()
     torch.distributed.all_reduce(report)
     content = {

@@ -19,6 +19,7 @@ from gpt_pretrain.config.derived import (
 from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
+from gpt_pretrain.config.mixtures import describe_lengths
 from gpt_pretrain.config.schedule import batch_grows, rates_in_tokens
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.text_bytes import why_unknown
@@ -85,6 +86,8 @@ def _describe_batch(setup: Setup) -> dict[str, str]:
         "global": f"{model.global_batch_size} samples × {model.encoder_seq_length} tokens = {tokens:,} tokens per step",
         "per rank": f"{counted(spec.layout.num_microbatches, 'microbatch', 'es')} of {model.micro_batch_size}",
     }
+    if lengths := describe_lengths(model.data, model.encoder_seq_length):
+        described["sequence length"] = lengths
     if batch_grows(model) and left.stages:
         described["schedule"] = describe_batches(left)
     if batch_grows(model) or rates_in_tokens(setup.config):
@@ -128,10 +131,12 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
-def _describe_attention_flops(model: ModelConfig) -> str:
-    if model.data.inter_document_masking:
-        return "of samples of one document; a step's TFLOP/s count documents by their lengths"
-    return "causal attention halved"
+def _describe_flops(setup: Setup) -> str:
+    model, attended = setup.spec.model, setup.train_data.attended
+    lengths = "causal attention halved"
+    if round(attended) != model.encoder_seq_length:
+        lengths += f", to documents or pieces of samples of {attended:,.0f} tokens on average"
+    return f"{flops_per_token(model, attended):.3g} ({lengths})"
 
 
 def _describe_data(setup: Setup) -> dict[str, str]:
@@ -231,7 +236,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
             **({"muP": describe_mup(model)} if model.use_mup else {}),
-            "FLOPs per token": f"{flops_per_token(model):.3g} ({_describe_attention_flops(model)})",
+            "FLOPs per token": _describe_flops(setup),
         },
         "layout": {
             "processes": f"{launch.world_size} on {counted(launch.num_nodes, 'node')}, {platform.device_name}",

@@ -63,17 +63,17 @@ class Proofs:
         """Whether steps were trained since the start, beside the one that was proven last."""
         return self._num_steps > 1
 
-    def find_scales(self, iterators: Sequence[BatchIterator | None], num_samples: int) -> None:
+    def find_scales(self, iterators: Sequence[BatchIterator | None], num_samples: int, sequence_length: int) -> None:
         """With delayed scaling, finds scales unless a checkpoint had them; iterators stay at the first batch.
 
-        That batch has so many samples.
+        That batch has so many samples, cut into pieces of so many tokens.
         """
         spec = self._trainable.model.spec
         if spec.fp8 is None or not spec.fp8.recipe.keeps_history:
             return
         # The watch of experts would count these passes, but experts are refused with delayed scaling.
         with self._watchdog.busy("finding the first scales of FP8"), self._meter.paused():
-            self._scale_passes = find_first_scales(self._trainable, iterators, num_samples)
+            self._scale_passes = find_first_scales(self._trainable, iterators, num_samples, sequence_length)
 
     def restored(self, saved: Mapping[str, str] | None) -> None:
         """A checkpoint was loaded: the next step is proven."""

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from gpt_pretrain.config.mixtures import own_lengths
 from gpt_pretrain.config.schedule import rates_in_tokens
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts
@@ -34,6 +35,8 @@ def _forward_step(
     *,
     model: Model,
     num_microbatches: int,
+    sequence_length: int,
+    reports_lengths: bool,
     before_pass: Callable[[], None],
 ) -> tuple[torch.Tensor, Callable[..., Any]]:
     """Runs one microbatch through one model chunk, when a schedule asks for it.
@@ -46,7 +49,7 @@ def _forward_step(
         output = chunk(None, None, None, labels=None)
         _before_backward(output, before_pass)
         return output, lambda _: None
-    batch = next(iterator)
+    batch = next(iterator).cut(sequence_length)
     borders, tensors = batch.document_borders, context_parallel_slices(batch.sequences())
     computes_loss: dict[str, Any] = {}
     if model.output_processor is not None:
@@ -63,8 +66,10 @@ def _forward_step(
         if return_schedule_plan:
             _before_backward(losses, before_pass)
         loss_sum, num_tokens, report = summed_loss(tensors["loss_mask"], losses)
-        if borders is not None:
-            report = torch.cat([report, squared_lengths(borders) / model.spec.layout.cp])
+        if reports_lengths:
+            squares = losses.new_tensor([batch.tokens.numel() * sequence_length], dtype=torch.float32)
+            squares = squares if borders is None else squared_lengths(borders)
+            report = torch.cat([report, squares / model.spec.layout.cp])
         return loss_sum, num_tokens, report
 
     return output, loss
@@ -87,42 +92,53 @@ def _run_schedule(
     num_microbatches: int,
     *,
     forward_only: bool,
+    sequence_length: int | None = None,
     before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     config = model.spec.model
-    length, rows, num_reported = config.encoder_seq_length, config.micro_batch_size, 2
-    if config.data.inter_document_masking:
-        # One sequence of all samples, and one number more.
-        length, rows, num_reported = length * rows, 1, 3
+    cut = config.encoder_seq_length if sequence_length is None else sequence_length
+    num_tokens = config.micro_batch_size * config.encoder_seq_length
+    # With documents that do not see each other, all samples are one sequence.
+    length = num_tokens if config.data.inter_document_masking else cut
+    reports_lengths = config.data.inter_document_masking or bool(own_lengths(config.data))
     reports = get_forward_backward_func()(
         forward_step_func=partial(
-            _forward_step, model=model, num_microbatches=num_microbatches, before_pass=before_pass
+            _forward_step,
+            model=model,
+            num_microbatches=num_microbatches,
+            sequence_length=cut,
+            reports_lengths=reports_lengths,
+            before_pass=before_pass,
         ),
         data_iterator=list(iterators) if len(iterators) > 1 else iterators[0],
         model=model.chunks if len(model.chunks) > 1 else model.chunks[0],
         num_microbatches=num_microbatches,
         seq_length=length,
-        micro_batch_size=rows,
+        micro_batch_size=num_tokens // length,
         forward_only=forward_only,
     )
     if not is_last_stage_writer():
-        return torch.zeros(num_reported, device=torch.cuda.current_device())
+        return torch.zeros(3 if reports_lengths else 2, device=torch.cuda.current_device())
     return torch.stack(reports).sum(dim=0)
 
 
 def train_step(
-    trainable: Trainable, iterators: Sequence[Iterator[Batch] | None], num_samples: int | None = None
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    num_samples: int | None = None,
+    sequence_length: int | None = None,
 ) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if everything is finite.
 
-    All ranks together train on `num_samples`; None: model.global_batch_size. The schedule advances first, so that step
+    All ranks together train on `num_samples`; None: model.global_batch_size. These are cut into pieces of
+    `sequence_length` tokens; None: not cut. The schedule advances first, so that step
     n trains with the learning rate of n, and the first step not with zero. It also advances in a step that updates
     nothing: the learning rate is a function of the step, or of the tokens up to its end.
     """
     spec, casts = trainable.model.spec, StepCasts(trainable.model.gpt_chunks)
     num_samples = spec.model.global_batch_size if num_samples is None else num_samples
     with casts.watching():
-        report = compute_gradients(trainable, iterators, num_samples, before_pass=casts.look)
+        report = compute_gradients(trainable, iterators, num_samples, sequence_length, before_pass=casts.look)
     trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
     result = conditional_update(
         trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
@@ -136,24 +152,32 @@ def compute_gradients(
     trainable: Trainable,
     iterators: Sequence[Iterator[Batch] | None],
     num_samples: int | None = None,
+    sequence_length: int | None = None,
     *,
     before_pass: Callable[[], None] = lambda: None,
 ) -> torch.Tensor:
     """Forward and backward over all microbatches of this rank; gradients accumulate from zero.
 
-    `iterators` come from `data_iterators`; `num_samples` are those of `train_step`.
+    `iterators` come from `data_iterators`; `num_samples` and `sequence_length` are those of `train_step`.
     `before_pass` is called before the forward and the backward pass of each microbatch through each model chunk.
 
     Returns:
         fp32: sum of the token losses and number of tokens on this rank, [2]; with documents that do not see each other
-        also the sum of their squared lengths, [3]. Zeros off the last pipeline stage.
+        or stages of other sequence lengths also the sum of squared lengths, [3]. Zeros off the last pipeline stage.
     """
     for chunk in trainable.model.chunks:
         chunk.zero_grad_buffer()
     trainable.optimizer.zero_grad()
     spec = trainable.model.spec
     passes = spec.layout.num_microbatches if num_samples is None else spec.microbatches_of(num_samples)
-    return _run_schedule(trainable.model, iterators, passes, forward_only=False, before_pass=before_pass)
+    return _run_schedule(
+        trainable.model,
+        iterators,
+        passes,
+        forward_only=False,
+        sequence_length=sequence_length,
+        before_pass=before_pass,
+    )
 
 
 @torch.no_grad()

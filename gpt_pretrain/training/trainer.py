@@ -60,7 +60,7 @@ class Trainer:
         self._watchdog = watchdog
         self._after_step = after_step
         self._batches = batch_schedule(config.model)
-        self._num_samples = 0
+        self._num_samples = self._sequence_length = 0
         """Of the newest step."""
         self._meter = Meter(setup.spec)
         self._saver = CheckpointSaver(
@@ -129,7 +129,8 @@ class Trainer:
             if self.config.trainer.validate_at_start and self.progress.step == 0:
                 self.validate()
             self._trainable.model.train()
-            self._proofs.find_scales(self._train_batches, self._batches.next_batch(self._trained))
+            length = self._setup.train_data.sequence_length_at(self.progress.consumed_samples)
+            self._proofs.find_scales(self._train_batches, self._batches.next_batch(self._trained), length)
             try:
                 reason = self._steps_and_rewinds(stop)
                 self._log_fp8()
@@ -196,16 +197,17 @@ class Trainer:
         """Trains on the next global batch; logs the guard's records of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         num_samples = self._batches.next_batch(self._trained)
+        length = self._setup.train_data.sequence_length_at(first_sample)
         self._watchdog.step_begins(step)
-        if num_samples > self._num_samples:
+        if num_samples > self._num_samples or length != self._sequence_length:
             self._watchdog.steps_grow()
         with self._fp8_watch.step(step), self._stragglers.step(step):
             with self._proofs.watching(step, num_samples):
-                result = train_step(self._trainable, self._train_batches, num_samples)
+                result = train_step(self._trainable, self._train_batches, num_samples, length)
             self._proofs.judge(step, result)
         consumed_samples = first_sample + num_samples
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples, validation_loss=None)
-        self._newest, self._num_samples = result, num_samples
+        self._newest, self._num_samples, self._sequence_length = result, num_samples, length
         self._meter.add(result, num_samples)
         self._log_guarded(self._guard.add(step, first_sample, num_samples, result))
         self._log_saves(self._saver.poll())
@@ -379,6 +381,7 @@ class Trainer:
                 error.bad_step,
                 trainable=self._trainable,
                 iterators=self._batches_from(error.bad_step.first_sample),
+                sequence_length=self._setup.train_data.sequence_length_at(error.bad_step.first_sample),
             )
         return f"{error}; {finding}"
 

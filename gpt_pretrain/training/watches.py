@@ -42,13 +42,16 @@ _STABLE = 0.5
 
 
 def find_first_scales(
-    trainable: Trainable, iterators: Sequence[BatchIterator | None], num_samples: int | None = None
+    trainable: Trainable,
+    iterators: Sequence[BatchIterator | None],
+    num_samples: int | None = None,
+    sequence_length: int | None = None,
 ) -> int:
     """Repeats the batch of the next step until its gradients have scales; returns the number of passes.
 
-    Every rank calls it, with `num_samples` as in `train_step`. It does nothing if there are scales, as in a resumed
-    run. The passes change scales, histories and, with dropout, random states. Gradients stay in their buffers, for the
-    next step to clear, and the iterators stay at the next step's batch.
+    Every rank calls it, with `num_samples` and `sequence_length` as in `train_step`. It does nothing if there are
+    scales, as in a resumed run. The passes change scales, histories and, with dropout, random states. Gradients stay
+    in their buffers, for the next step to clear, and the iterators stay at the next step's batch.
     """
     model = trainable.model
     # As many in a pass as in a step: gradients are divided by their number.
@@ -57,7 +60,7 @@ def find_first_scales(
 
     def run_pass() -> None:
         batches = [None if each is None else iter(each.peek(num_microbatches)) for each in iterators]
-        compute_gradients(trainable, batches, num_samples)
+        compute_gradients(trainable, batches, num_samples, sequence_length)
 
     return stabilize_scales(lambda: gradient_scales(model.gpt_chunks), run_pass, num_microbatches)
 
