@@ -39,6 +39,7 @@ from gpt_pretrain.megatron.muon import Muon, is_muons
 from gpt_pretrain.megatron.muon_matrices import is_orthogonalized, mark_matrices, matrices_of
 from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.qk_clip import clip_after_steps
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weight_average import start_average
@@ -84,6 +85,8 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     if not built <= {expected}:
         raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")
     _make_conditional(optimizer)
+    if spec.model.qk_clip:
+        clip_after_steps(optimizer, model)
     if spec.model.optim.ema_decay is not None:
         for inner in _inner_optimizers(optimizer):
             # torch makes the states of a parameter only if it has none.
@@ -180,6 +183,8 @@ class StepResult:
     """[], bool: loss, norm or an FP8 tensor was not finite, and nothing was updated."""
     squared_lengths: torch.Tensor | None = None
     """[1], fp32: sum of the squared lengths of the step's documents; None if these see each other."""
+    max_attention_logit: torch.Tensor | None = None
+    """[], fp32: the largest of the step, before any clip; None if nobody asked."""
 
 
 @torch.no_grad()

@@ -105,6 +105,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "hidden_lr": ".3e",
         "global_batch_size": "d",
         "grad_norm": ".3f",
+        "max_attention_logit": ".2f",
         "step_time_s": ".4f",
         "tokens_per_s": ".0f",
         "tflops_per_gpu": ".2f",
@@ -146,7 +147,10 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr", "hidden_lr", "global_batch_size", "losses", "set_bits_per_byte", "ema_loss"}
+_OPTIONAL = {
+    *("decoupled_lr", "hidden_lr", "global_batch_size", "max_attention_logit"),
+    *("losses", "set_bits_per_byte", "ema_loss"),
+}
 # Names in a line that are not the field's.
 _LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 

@@ -88,6 +88,8 @@ class TrainRecord(Record):
     """That of the layers' matrices with muP; null if it is `lr`."""
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of this step, before model.qk_clip; null without it or model.log_max_attention_logit."""
     skipped_steps: int | None
     """Steps since the last record that updated nothing because loss, gradient or FP8 tensors were not finite; loss does
     not include them."""

@@ -1,6 +1,7 @@
 """One optimizer step and one validation, through megatron-core's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,6 +15,7 @@ from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
+from gpt_pretrain.megatron.qk_clip import LargestLogits
 from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.megatron.weight_average import update_average
 
@@ -119,17 +121,18 @@ def train_step(
     n trains with the learning rate of n, and the first step not with zero. It also advances in a step that updates
     nothing: the learning rate is a function of the step, or of the tokens up to its end.
     """
-    spec, casts = trainable.model.spec, StepCasts(trainable.model.gpt_chunks)
+    spec, casts, logits = trainable.model.spec, StepCasts(trainable.model.gpt_chunks), LargestLogits(trainable.model)
     num_samples = spec.model.global_batch_size if num_samples is None else num_samples
     with casts.watching():
         report = compute_gradients(trainable, iterators, num_samples, before_pass=casts.look)
+    largest = logits.share()
     trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
     result = conditional_update(
         trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
     )
     if (decay := spec.model.optim.ema_decay) is not None:
         update_average(trainable.optimizer, decay, result.skipped)
-    return result
+    return replace(result, max_attention_logit=largest)
 
 
 def compute_gradients(
