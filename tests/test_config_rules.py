@@ -200,8 +200,6 @@ RULES = [
     ),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_loss_fusion=false"),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_fusion_impl=native"),
-    Refused("model.qk_clip_threshold=0 model.qk_clip=true", "model.qk_clip_threshold=0"),
-    Refused("model.qk_clip_alpha=1 model.qk_clip=true", "model.qk_clip_alpha=1"),
     Refused("model.qk_clip_threshold=30", legal="model.qk_clip_threshold=30 model.qk_clip=true"),
     Refused("model.qk_clip=true model.qk_layernorm=true"),
     *(

@@ -185,6 +185,8 @@ class StepResult:
     """[1], fp32: sum of the squared lengths of the step's documents; None if these see each other."""
     max_attention_logit: torch.Tensor | None = None
     """[], fp32: the largest of the step, before any clip; None if nobody asked."""
+    norms: torch.Tensor | None = None
+    """[2, layers + 3], fp32: norms of gradients and weights (`norms.norm_names`); None in steps that log none."""
 
 
 @torch.no_grad()
@@ -193,15 +195,17 @@ def conditional_update(
     report: torch.Tensor,
     found_inf: torch.Tensor,
     *,
+    before_clip: Callable[[], None] = lambda: None,
     before_update: Callable[[torch.Tensor], None],
 ) -> StepResult:
     """Clips the reduced gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
     `report`, [2] or [3] (`training.step.compute_gradients`), and `found_inf`, bool [], are this rank's; the latter
-    tells of an infinity that loss and norm do not show. `before_update` is called with `StepResult.skipped` before
-    weights are written.
+    tells of an infinity that loss and norm do not show. `before_clip` is called when gradients are reduced, and
+    `before_update` with `StepResult.skipped` before weights are written.
     """
     optimizer.prepare_grads()
+    before_clip()
     grad_norm = _gradient_norm(optimizer)
     not_finite = (~torch.isfinite(grad_norm) | found_inf).float()
     # A sum that contains a NaN or an infinity is not finite, so one collective serves loss and norm.

@@ -11,9 +11,9 @@ needs Transformer Engine. Here the masters are clipped between the optimizer's s
 its stretch: BF16 and FP8 weights follow, are gathered, proven and saved as after any other step.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core import parallel_state
@@ -22,7 +22,18 @@ from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.emerging_optimizers import _get_qkv_split_shapes
 from torch.distributed import ReduceOp
 
+from gpt_pretrain.megatron.masters import masters_of
 from gpt_pretrain.megatron.model import Model
+
+
+class _Stretch(NamedTuple):
+    """What a rank has of the master of a QKV projection's weight or bias."""
+
+    attention: Any
+    master: torch.Tensor
+    start: int
+    """Its first value in the whole parameter."""
+    columns: int
 
 
 class LargestLogits:
@@ -58,11 +69,12 @@ def clip_after_steps(optimizer: MegatronOptimizer, model: Model) -> None:
     for part in optimizer.chained_optimizers:
         if part.optimizer is None:
             continue
+        masters = masters_of(part, model.chunks)
         stretches = [
-            (attention, *stretch)
+            _Stretch(attention, masters[parameter], _start(part, parameter), parameter.shape[1:].numel())
             for attention in _attentions(model)
             for parameter in (attention.linear_qkv.weight, attention.linear_qkv.bias)
-            if parameter is not None and (stretch := _stretch(part, parameter)) is not None
+            if parameter in masters
         ]
         part.optimizer.register_step_post_hook(partial(_clip, stretches))
 
@@ -78,29 +90,22 @@ def _eta(attention: Any, of_heads: torch.Tensor) -> torch.Tensor:
     return torch.where(of_groups > threshold, threshold / of_groups, 1.0)
 
 
-def _stretch(part: Any, parameter: torch.nn.Parameter) -> tuple[torch.Tensor, int, int] | None:
-    """This rank's master of a parameter, where it begins in it, and the length of its rows; None if it has none."""
-    columns = parameter.numel() // parameter.shape[0]
-    if isinstance(part, DistributedOptimizer):
-        if parameter not in part.model_param_group_index_map:
-            return None
-        group, index = part.model_param_group_index_map[parameter]
-        start = part._get_model_param_range_map(parameter)["param"].start
-        return part.optimizer.param_groups[group]["params"][index], start, columns
-    master = getattr(parameter, "main_param", parameter)
-    own = any(master is each for group in part.optimizer.param_groups for each in group["params"])
-    return (master, 0, columns) if own else None
+def _start(part: Any, parameter: torch.nn.Parameter) -> int:
+    if not isinstance(part, DistributedOptimizer):
+        return 0
+    start: int = part._get_model_param_range_map(parameter)["param"].start
+    return start
 
 
 @torch.no_grad()
-def _clip(stretches: list[tuple[Any, torch.Tensor, int, int]], inner: Any, *_: Any) -> None:
+def _clip(stretches: Sequence[_Stretch], inner: Any, *_: Any) -> None:
     """Multiplies a rank's stretches of masters by the factors of their rows; by ones after a skipped update."""
-    for attention, master, start, columns in stretches:
-        rows = _row_factors(attention, torch.where(inner.found_inf > 0, 1.0, attention.qk_clip_balancing_eta))
-        end = start + master.numel()
-        first, last = start // columns, -(-end // columns)
-        factors = rows[first:last].repeat_interleave(columns)
-        master.view(-1).mul_(factors[start - first * columns :][: end - start])
+    for each in stretches:
+        rows = _row_factors(each.attention, torch.where(inner.found_inf > 0, 1.0, each.attention.qk_clip_balancing_eta))
+        end = each.start + each.master.numel()
+        first, last = each.start // each.columns, -(-end // each.columns)
+        factors = rows[first:last].repeat_interleave(each.columns)
+        each.master.view(-1).mul_(factors[each.start - first * each.columns :][: each.master.numel()])
 
 
 def _row_factors(attention: Any, eta: torch.Tensor) -> torch.Tensor:

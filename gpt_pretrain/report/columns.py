@@ -18,6 +18,7 @@ from gpt_pretrain.report.records import (
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Tensor,
+    NormsRecord,
     Record,
     SourcesRecord,
     TrainRecord,
@@ -133,6 +134,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     ValidationTasksRecord: {"numbers": _numbers, "time_s": ".2f"},
     EvaluationRecord: {"numbers": _numbers, "standard_errors": _numbers, "time_s": ".2f"},
     SourcesRecord: {"sources": _epochs},
+    NormsRecord: {"weight_norm": ".3f"},
     CheckpointRecord: {"num_bytes": "d", "stall_s": ".3f", "time_s": ".2f"},
     Fp8CoverageRecord: {"gemm_flops_share": ".4f", "parameter_bytes_share": ".4f", "layers_kept_out": _by_kind},
     Fp8Tensor: {

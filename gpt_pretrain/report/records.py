@@ -112,6 +112,19 @@ class TrainRecord(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class NormsRecord(Record):
+    """L2 norms of the step (`logging.norms`), with every `train` record: embedding, layers.0, …, output_layer."""
+
+    kind: ClassVar[str] = "norms"
+    gradients: Mapping[str, float]
+    """Before clipping, by layer; together they are grad_norm."""
+    weights: Mapping[str, float]
+    """After the update, by layer, in the precision of the masters."""
+    weight_norm: float
+    """Of all weights together."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationRecord(Record):
     """One validation: `trainer.limit_val_batches` global batches of the validation split."""
 

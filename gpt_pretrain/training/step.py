@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_pretrain.config.schedule import rates_in_tokens
@@ -13,6 +14,7 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.norms import gradient_norms, weight_norms
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
 from gpt_pretrain.megatron.qk_clip import LargestLogits
@@ -113,13 +115,17 @@ def _run_schedule(
 
 
 def train_step(
-    trainable: Trainable, iterators: Sequence[Iterator[Batch] | None], num_samples: int | None = None
+    trainable: Trainable,
+    iterators: Sequence[Iterator[Batch] | None],
+    num_samples: int | None = None,
+    *,
+    norms: bool = False,
 ) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if everything is finite.
 
     All ranks together train on `num_samples`; None: model.global_batch_size. The schedule advances first, so that step
     n trains with the learning rate of n, and the first step not with zero. It also advances in a step that updates
-    nothing: the learning rate is a function of the step, or of the tokens up to its end.
+    nothing: the learning rate is a function of the step, or of the tokens up to its end. `norms`: measure those too.
     """
     spec, casts, logits = trainable.model.spec, StepCasts(trainable.model.gpt_chunks), LargestLogits(trainable.model)
     num_samples = spec.model.global_batch_size if num_samples is None else num_samples
@@ -127,12 +133,23 @@ def train_step(
         report = compute_gradients(trainable, iterators, num_samples, before_pass=casts.look)
     largest = logits.share()
     trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
+    optimizer, of_layers = trainable.optimizer, []
+
+    def take_norms(of: Callable[[MegatronOptimizer, Model], torch.Tensor]) -> None:
+        if norms:
+            of_layers.append(of(optimizer, trainable.model))
+
     result = conditional_update(
-        trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
+        optimizer,
+        report,
+        casts.met_infinity(),
+        before_clip=lambda: take_norms(gradient_norms),
+        before_update=casts.restore_if_skipped,
     )
+    take_norms(weight_norms)
     if (decay := spec.model.optim.ema_decay) is not None:
-        update_average(trainable.optimizer, decay, result.skipped)
-    return replace(result, max_attention_logit=largest)
+        update_average(optimizer, decay, result.skipped)
+    return replace(result, max_attention_logit=largest, norms=torch.stack(of_layers) if norms else None)
 
 
 def compute_gradients(
