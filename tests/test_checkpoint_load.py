@@ -329,8 +329,14 @@ def hash_of_weights(training):
 
 @pytest.mark.parametrize(
     "overrides",
-    [(), ("trainer.precision=bf16", DISTRIBUTED), emulate("delayed", "trainer.precision=bf16"), ("optimizer=lion",)],
-    ids=["fp32", "bf16 distributed", "delayed bf16", "lion"],
+    [
+        (),
+        ("trainer.precision=bf16", DISTRIBUTED),
+        emulate("delayed", "trainer.precision=bf16"),
+        ("optimizer=lion",),
+        ("optimizer=muon", "trainer.precision=bf16", DISTRIBUTED),
+    ],
+    ids=["fp32", "bf16 distributed", "delayed bf16", "lion", "muon bf16 distributed"],
 )
 def test_fifty_steps_after_a_resume_are_bit_for_bit_those_of_the_uncut_run(overrides, tmp_path):
     overrides = (*DROPOUT, *overrides, "model.micro_batch_size=4", "trainer.deterministic=true")

@@ -220,7 +220,7 @@ MAY_DIFFER = re.compile(
     r"|grad_reduce_in_fp32|transformer_engine|\w*_fusion(_impl)?"
     r"|use_flash_attention|fused_single_qkv_rope|features|compile|cuda_graph_impl|activations_checkpoint_\w+|optim\..+"
     r"|data\.(cache_dir|num_\w+|max_epochs)|make_vocab_size_divisible_by|max_position_embeddings|layernorm_epsilon"
-    r"|init_method_std|z_loss_coeff|use_mup|mup_\w+|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
+    r"|init_method_std|z_loss_coeff|qk_clip\w*|log_max_attention_logit|use_mup|mup_\w+|\w+_dropout|moe_(router_load|router_padding|aux_loss|z_loss|token|grouped)\w*)"
 )
 
 

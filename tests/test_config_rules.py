@@ -200,6 +200,20 @@ RULES = [
     ),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_loss_fusion=false"),
     Refused("model.z_loss_coeff=0.0001 model.cross_entropy_fusion_impl=native"),
+    Refused("model.qk_clip_threshold=30", legal="model.qk_clip_threshold=30 model.qk_clip=true"),
+    Refused("model.qk_clip=true model.qk_layernorm=true"),
+    *(
+        Refused(f"{asked} {other}")
+        for asked in ("model.qk_clip=true", "model.log_max_attention_logit=true")
+        for other in (
+            "model.compile=true",
+            "model.cuda_graph_impl=local",
+            "model.context_parallel_size=2",
+            "model.data.inter_document_masking=true",
+        )
+    ),
+    Refused("model.use_flash_attention=true model.qk_clip=true"),
+    Refused("model.use_flash_attention=true model.log_max_attention_logit=true"),
     Refused(
         "model.activation=gelu_tanh model.bias_activation_fusion=true",
         "model.bias_activation_fusion=true model.bias=true model.activation=gelu_tanh",

@@ -146,6 +146,32 @@ def test_a_resume_that_names_some_of_its_extensions_is_refused_with_the_others(t
     assert "extensions=[lab.second,lab.optimizer,-lab.first]" in done.stderr
 
 
+def test_a_resume_without_extensions_is_told_the_names_before_their_keys_are_unknown(two):
+    arguments = "model.optim.name=own", "group.width=2"
+    done = train(two, *arguments, steps=2)
+    refused(done, f"run_dir={two / 'run'}", "extensions=[lab.first,lab.second,lab.optimizer]")
+    assert "group.width" not in done.stderr
+    # Another command line's directory is none of its business.
+    done = run_extended(two, *TINY, "trainer.max_steps=1", f"run_dir={two / 'other'}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "given", "warns"),
+    [
+        (KEYS + CALLBACK.format(name="a"), "group.width=2", True),
+        (KEYS + CALLBACK.format(name="a"), "group.width=1", False),
+        (KEYS + LAYER, "group.width=7", False),
+    ],
+    ids=["nobody reads it", "as it is by default", "read"],
+)
+def test_a_key_that_no_code_of_an_extension_reads_is_told(source, given, warns, tmp_path):
+    write_package(tmp_path, own=source)
+    done = train(tmp_path, "extensions=[lab.own]", given)
+    assert done.returncode == 0, done.stderr
+    assert ("group.width=2 changes nothing" in " ".join(done.stdout.split())) == warns
+
+
 def test_a_resume_drops_the_extensions_that_the_command_line_says_and_notes_them(two):
     arguments = "extensions=[lab.second,lab.optimizer,-lab.first]", "model.optim.name=own"
     for steps, noted in ((2, True), (3, False)):

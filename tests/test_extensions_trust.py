@@ -89,10 +89,14 @@ def test_a_saved_configuration_imports_nothing(name, folder):
     assert not was_imported(folder)
 
 
-def test_a_checkpoint_imports_nothing_and_names_the_extension_that_it_had(folder):
+@pytest.mark.parametrize("has_configuration", [True, False])
+def test_a_run_to_resume_imports_nothing_and_names_the_extension_that_it_had(has_configuration, folder):
+    """The run's configuration says it at once, and without one the checkpoint does."""
+    if not has_configuration:
+        (folder / "run/config.yaml").unlink()
     done = run_extended(folder, *TINY, "trainer.max_steps=2", f"run_dir={folder / 'run'}")
     assert done.returncode == 2, done.stdout
-    for part in ("step_00000001", "extensions=[lab]"):
+    for part in (f"run_dir={folder / 'run'}" if has_configuration else "step_00000001", "extensions=[lab]"):
         assert part in done.stderr
     assert not was_imported(folder)
 

@@ -22,6 +22,7 @@ from gpt_pretrain.report.records import (
     Fp8CoverageRecord,
     Fp8Record,
     Fp8Tensor,
+    NormsRecord,
     RewindRecord,
     SourcesRecord,
     ValidationRecord,
@@ -41,6 +42,7 @@ def logging_config(*, tensorboard=True, wandb=False):
         fp8_proof_interval=None,
         fp8_statistics_interval=None,
         fp8_saturation_threshold=1e-3,
+        norms=False,
         peak_tflops=None,
     )
 
@@ -238,7 +240,7 @@ from gpt_pretrain.report import console
 from gpt_pretrain.report.sinks import MetricsSinks, scalars
 logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
     fp8_proof=None, fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3,
-    peak_tflops=None)
+    norms=False, peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):
     print(sorted(name for name in ("torch", "megatron", "tensorflow") if name in sys.modules))
 """
@@ -260,6 +262,12 @@ def test_validation_sets_and_sources_have_plots_of_their_own():
         "validation/code/loss": 4.0,
         "validation/web/bits_per_byte": 1.5,
         "validation/code/bits_per_byte": 1.25,
+    }
+    norms = {"gradients": {"layers.0": 0.5}, "weights": {"layers.0": 3.0}}
+    assert scalars(NormsRecord(step=9, **norms, weight_norm=3.0)) == {
+        "norms/gradients/layers.0": 0.5,
+        "norms/weights/layers.0": 3.0,
+        "norms/weight_norm": 3.0,
     }
     consumed = {"web": ConsumedSource(tokens=3000, epochs=0.75, documents=30)}
     assert scalars(SourcesRecord(step=9, sources=consumed)) == {

@@ -43,7 +43,7 @@ from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.launch.slurm import Submission
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.extensions import extended_loader
+from gpt_pretrain.rules.extensions import check_resumed, extended_loader
 from gpt_pretrain.rules.jobs import Job, check_command
 from gpt_pretrain.rules.overrides import by_split
 
@@ -163,6 +163,8 @@ def check_request(
             return rules(config)
         return config_problems(config, launch if submission is None else submission.launch)
 
+    if request.runs and rules is None:
+        check_resumed(request.overrides)
     jobs = check_command(
         request.loader,
         request.overrides,

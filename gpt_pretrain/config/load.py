@@ -162,6 +162,14 @@ def load_saved_config(path: Path) -> Config:
     return config
 
 
+def saved_extensions(run_dir: Path) -> Any:
+    """`extensions` in the `config.yaml` of a run directory; None without, or without a file that can be read."""
+    try:
+        return OmegaConf.to_container(_load_yaml(run_dir / "config.yaml"), resolve=False).get("extensions")  # type: ignore[union-attr]
+    except ConfigError:
+        return None
+
+
 def is_saved(values: Collection[Any]) -> bool:
     """Whether a file without a defaults list has all sections of a configuration, as those that runs save."""
     return _SAVED_SECTIONS.issubset(values)

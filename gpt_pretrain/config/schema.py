@@ -183,6 +183,8 @@ class LoggingConfig:
     """Steps between statistics of every FP8 tensor: amax, scale, saturated and flushed values; null: none."""
     fp8_saturation_threshold: float = key(above=0, maximum=1, unread=[_WITHOUT_FP8])
     """Warn if more than this fraction of a tensor's values is at the end of the FP8 range."""
+    norms: bool = key(before=False)
+    """Log norms of gradients and weights by layer with each training record, and of all weights."""
     peak_tflops: float | None = key(above=0, use="null for the table's value")
     """Peak TFLOP/s of one GPU, for the MFU; null: from the table of known GPUs; no MFU for other GPUs."""
 

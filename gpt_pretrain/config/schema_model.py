@@ -45,6 +45,11 @@ _BASE_WITHOUT_MUP = unread_with("model.use_mup", False, instead="model.use_mup=t
 _WITHOUT_MUP = unread_with(
     "model.use_mup", False, instead="{key}={idle}, or model.use_mup with model.mup_base_hidden_size"
 )
+_clip_key = partial(
+    key,
+    unread=[unread_with("model.qk_clip", False, instead="model.qk_clip=true, or {key}={idle}")],
+    core=["TransformerConfig"],
+)
 _LOSS = "model.cross_entropy_loss_fusion"
 _WITHOUT_FUSED_LOSS = unread_with(_LOSS, False, instead=f"{_LOSS}=true, or {{key}}=null")
 
@@ -129,6 +134,15 @@ class ModelConfig:
     )
     """Weight of (log z)² beside the cross entropy, z being the sum of a token's exponentiated logits: PaLM's is 1e-4.
     The logged loss leaves it out."""
+    qk_clip: bool = key(before=False, core=["TransformerConfig"])
+    """After each step, shrink the query and key projections of heads whose attention logits exceeded
+    qk_clip_threshold in it (MuonClip)."""
+    qk_clip_alpha: float = _clip_key(above=0, below=1, use="0.5 or another between 0 and 1", before=0.5)
+    """The queries' share of what a clip shrinks logits by, as a power; the keys have the rest."""
+    qk_clip_threshold: float = _clip_key(above=0, use="100 or another", before=100.0)
+    """The largest attention logit that qk_clip leaves alone."""
+    log_max_attention_logit: bool = key(before=False, core=["TransformerConfig"])
+    """Log the largest attention logit of the model; qk_clip does so anyway."""
     features: list[str] = key(before=[])
     """Features that extensions register and that the run uses."""
     share_embeddings_and_output_weights: bool = key(aliases=["tie_word_embeddings"], identity="model")

@@ -7,6 +7,7 @@ elsewhere does not count.
 
 import hashlib
 import os
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,11 +15,15 @@ from functools import cache
 from pathlib import Path
 
 from gpt_pretrain.config import own
-from gpt_pretrain.config.errors import UserError
+from gpt_pretrain.config.errors import UserError, show
+from gpt_pretrain.config.schema import Config
 from gpt_pretrain.extend.registry import REGISTERED
 
 # Reading more would delay the start; a package of that size holds more than extensions.
 _MOST_FILES, _MOST_BYTES = 10_000, 256 * 2**20
+# A name after a dot, or a quoted one, as for getattr.
+_READ = re.compile(r"""[.'"]([^\W\d]\w*)""")
+_READS_ALL = re.compile(r"\b(?:asdict|astuple|fields|vars|__dict__)\b")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +56,29 @@ def code_digests() -> dict[str, str]:
         lines = [f"{name} {file.sha256}\n" for name, file in files.items() if _package_of(name) == package]
         digests[package] = hashlib.sha256("".join(lines).encode()).hexdigest()
     return digests
+
+
+def unread_keys(config: Config) -> Iterator[str]:
+    """Keys of extensions that somebody has set though no line of the extensions' code names them, each as a warning.
+
+    Code that asks a dataclass for all of its fields reads every key.
+    """
+    defaults = own.default_values()
+    given = {
+        f"{group}.{name}": value
+        for group, values in defaults.items()
+        for name, default in values.items()
+        if (value := getattr(getattr(config, group), name)) != default and getattr(value, "name", value) != default
+    }
+    if not given:
+        return
+    texts = [file.path.read_text(encoding="utf-8", errors="replace") for file in code_files().values()]
+    if any(map(_READS_ALL.search, texts)):
+        return
+    read = {name for text in texts for name in _READ.findall(text)}
+    for key, value in given.items():
+        if key.rpartition(".")[2] not in read:
+            yield f"{key}={show(value)} changes nothing: no line of the extensions' code reads it; leave it out"
 
 
 def _package_of(name: str) -> str:

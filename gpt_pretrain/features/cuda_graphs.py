@@ -41,6 +41,8 @@ class CudaGraphs(Feature):
         why = "a router gives each expert a different number of tokens, and a graph has fixed shapes"
         yield from self.needs(model, why, num_moe_experts=None)
         yield from self.needs(model, "a graph keeps what backward needs", activations_checkpoint_granularity=None)
+        why = "a replay keeps no attention logits"
+        yield from self.needs(model, why, qk_clip=False, log_max_attention_logit=False)
         yield from self.needs(model, "layers without rope are not tested in replays", no_rope_freq=None)
         why = "random numbers drawn in replays are not tested"
         yield from self.needs(model, why, hidden_dropout=0, attention_dropout=0)

@@ -16,6 +16,8 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
+from gpt_pretrain.megatron.masters import masters_of
+
 # Attributes of parameters: that they are Muon's, and how many rows of QKV are whose.
 _ORTHOGONALIZED, _ROWS_OF_HEADS = "is_orthogonalized", "rows_of_heads"
 _OF_LAYER = re.compile(r"decoder\.layers\.\d+\.(?!.*\brouter\.)")
@@ -93,18 +95,12 @@ def matrices_of(
         The matrices, and the ranks over which they are sharded; None: every rank has whole ones.
     """
     if isinstance(part, DistributedOptimizer):
-        return list(_sharded(part)), part.data_parallel_group
-    own = {master for group in part.optimizer.param_groups for master in group["params"]}
-    found = []
-    for parameter in (parameter for chunk in chunks for parameter in chunk.parameters()):
-        master = getattr(parameter, "main_param", parameter)
-        if is_orthogonalized(parameter) and master in own:
-            found.append(Matrix(_form(parameter), {0: (0, parameter.numel())}, master))
-    return found, None
+        return list(_sharded(part, masters_of(part, chunks))), part.data_parallel_group
+    whole = ((each, master) for each, master in masters_of(part, chunks).items() if is_orthogonalized(each))
+    return [Matrix(_form(each), {0: (0, each.numel())}, master) for each, master in whole], None
 
 
-def _sharded(part: DistributedOptimizer) -> Iterator[Matrix]:
-    groups = part.optimizer.param_groups
+def _sharded(part: DistributedOptimizer, masters: Mapping[torch.nn.Parameter, torch.Tensor]) -> Iterator[Matrix]:
     ranks = part.data_parallel_group.size()
     for buffer in part.buffers:
         for parameter, (start, end, bucket_index) in buffer.param_index_map.items():
@@ -114,12 +110,8 @@ def _sharded(part: DistributedOptimizer) -> Iterator[Matrix]:
             size = bucket.grad_data.numel() // ranks
             bounds = ((rank, bucket.offset + rank * size) for rank in range(ranks))
             cuts = {rank: (max(start, first) - start, min(end, first + size) - start) for rank, first in bounds}
-            master = None
-            if parameter in part.model_param_group_index_map:
-                group, index = part.model_param_group_index_map[parameter]
-                master = groups[group]["params"][index]
             stretches = {rank: (low, high) for rank, (low, high) in cuts.items() if low < high}
-            yield Matrix(_form(parameter), stretches, master)
+            yield Matrix(_form(parameter), stretches, masters.get(parameter))
 
 
 def _form(parameter: torch.nn.Parameter) -> Form:

@@ -39,6 +39,7 @@ from gpt_pretrain.megatron.muon import Muon, is_muons
 from gpt_pretrain.megatron.muon_matrices import is_orthogonalized, mark_matrices, matrices_of
 from gpt_pretrain.megatron.own_optimizer import SkippingOptimizer, build_own
 from gpt_pretrain.megatron.precision_aware import PrecisionAwareAdam, PrecisionAwareOptimizer
+from gpt_pretrain.megatron.qk_clip import clip_after_steps
 from gpt_pretrain.megatron.sharded_gradients import reading_parts
 from gpt_pretrain.megatron.stored_weights import install_weight_cast
 from gpt_pretrain.megatron.weight_average import start_average
@@ -84,6 +85,8 @@ def build_optimizer(model: Model) -> MegatronOptimizer:
     if not built <= {expected}:
         raise TypeError(f"model.optim.name={name.name}: megatron-core built {', '.join(built)}, not {expected}")
     _make_conditional(optimizer)
+    if spec.model.qk_clip:
+        clip_after_steps(optimizer, model)
     if spec.model.optim.ema_decay is not None:
         for inner in _inner_optimizers(optimizer):
             # torch makes the states of a parameter only if it has none.
@@ -180,6 +183,10 @@ class StepResult:
     """[], bool: loss, norm or an FP8 tensor was not finite, and nothing was updated."""
     squared_lengths: torch.Tensor | None = None
     """[1], fp32: sum of the squared lengths of the step's documents; None if these see each other."""
+    max_attention_logit: torch.Tensor | None = None
+    """[], fp32: the largest of the step, before any clip; None if nobody asked."""
+    norms: torch.Tensor | None = None
+    """[2, layers + 3], fp32: norms of gradients and weights (`norms.norm_names`); None in steps that log none."""
 
 
 @torch.no_grad()
@@ -188,15 +195,17 @@ def conditional_update(
     report: torch.Tensor,
     found_inf: torch.Tensor,
     *,
+    before_clip: Callable[[], None] = lambda: None,
     before_update: Callable[[torch.Tensor], None],
 ) -> StepResult:
     """Clips the reduced gradients and updates the weights if loss and gradient norm are finite; all ranks call it.
 
     `report`, [2] or [3] (`training.step.compute_gradients`), and `found_inf`, bool [], are this rank's; the latter
-    tells of an infinity that loss and norm do not show. `before_update` is called with `StepResult.skipped` before
-    weights are written.
+    tells of an infinity that loss and norm do not show. `before_clip` is called when gradients are reduced, and
+    `before_update` with `StepResult.skipped` before weights are written.
     """
     optimizer.prepare_grads()
+    before_clip()
     grad_norm = _gradient_norm(optimizer)
     not_finite = (~torch.isfinite(grad_norm) | found_inf).float()
     # A sum that contains a NaN or an infinity is not finite, so one collective serves loss and norm.

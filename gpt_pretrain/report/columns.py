@@ -18,6 +18,7 @@ from gpt_pretrain.report.records import (
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Tensor,
+    NormsRecord,
     Record,
     SourcesRecord,
     TrainRecord,
@@ -105,6 +106,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
         "hidden_lr": ".3e",
         "global_batch_size": "d",
         "grad_norm": ".3f",
+        "max_attention_logit": ".2f",
         "step_time_s": ".4f",
         "tokens_per_s": ".0f",
         "tflops_per_gpu": ".2f",
@@ -132,6 +134,7 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     ValidationTasksRecord: {"numbers": _numbers, "time_s": ".2f"},
     EvaluationRecord: {"numbers": _numbers, "standard_errors": _numbers, "time_s": ".2f"},
     SourcesRecord: {"sources": _epochs},
+    NormsRecord: {"weight_norm": ".3f"},
     CheckpointRecord: {"num_bytes": "d", "stall_s": ".3f", "time_s": ".2f"},
     Fp8CoverageRecord: {"gemm_flops_share": ".4f", "parameter_bytes_share": ".4f", "layers_kept_out": _by_kind},
     Fp8Tensor: {
@@ -146,7 +149,10 @@ COLUMNS: Mapping[type[JsonObject], Mapping[str, str | Callable[[Any], str]]] = {
     },
 }
 # Fields that a line has only where there is a value.
-_OPTIONAL = {"decoupled_lr", "hidden_lr", "global_batch_size", "losses", "set_bits_per_byte", "ema_loss"}
+_OPTIONAL = {
+    *("decoupled_lr", "hidden_lr", "global_batch_size", "max_attention_logit"),
+    *("losses", "set_bits_per_byte", "ema_loss"),
+}
 # Names in a line that are not the field's.
 _LOG_NAMES = {"eta_s": "eta", "num_bytes": "bytes", "sources": "epochs"}
 

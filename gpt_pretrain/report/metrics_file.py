@@ -19,6 +19,7 @@ from gpt_pretrain.report.records import (
     ExpertsRecord,
     Fp8CoverageRecord,
     Fp8Record,
+    NormsRecord,
     RankTimesRecord,
     Record,
     RewindRecord,
@@ -97,6 +98,7 @@ class Metrics:
     fp8_proofs: list[Fp8CoverageRecord] = field(default_factory=list)
     rank_times: list[RankTimesRecord] = field(default_factory=list)
     sources: list[SourcesRecord] = field(default_factory=list)
+    norms: list[NormsRecord] = field(default_factory=list)
     fp8_coverage: Fp8CoverageRecord | None = None
     """Of the newest start; None without FP8 and before its first step is done."""
     summary: SummaryRecord | None = None
@@ -123,6 +125,7 @@ _BY_STEP: Mapping[type[Record], str] = {
     ExpertsRecord: "experts",
     RankTimesRecord: "rank_times",
     SourcesRecord: "sources",
+    NormsRecord: "norms",
 }
 
 

@@ -88,6 +88,8 @@ class TrainRecord(Record):
     """That of the layers' matrices with muP; null if it is `lr`."""
     grad_norm: float | None
     """L2 norm of the gradient over all parameters, before clipping; null if the optimizer did not compute it."""
+    max_attention_logit: float | None = None
+    """Largest attention logit of this step, before model.qk_clip; null without it or model.log_max_attention_logit."""
     skipped_steps: int | None
     """Steps since the last record that updated nothing because loss, gradient or FP8 tensors were not finite; loss does
     not include them."""
@@ -107,6 +109,19 @@ class TrainRecord(Record):
     """Seconds to the last step at this pace; null if unknown."""
     time_unix: float
     """Seconds since 1970-01-01 UTC."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NormsRecord(Record):
+    """L2 norms of the step (`logging.norms`), with every `train` record: embedding, layers.0, …, output_layer."""
+
+    kind: ClassVar[str] = "norms"
+    gradients: Mapping[str, float]
+    """Before clipping, by layer; together they are grad_norm."""
+    weights: Mapping[str, float]
+    """After the update, by layer, in the precision of the masters."""
+    weight_norm: float
+    """Of all weights together."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

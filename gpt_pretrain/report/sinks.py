@@ -23,6 +23,7 @@ from gpt_pretrain.report.metrics_file import MetricsFile, load_metrics, metrics_
 from gpt_pretrain.report.records import (
     EvaluationRecord,
     Fp8Record,
+    NormsRecord,
     Record,
     RewindRecord,
     SourcesRecord,
@@ -47,6 +48,10 @@ def scalars(record: Record) -> dict[str, float]:
     if isinstance(record, EvaluationRecord):
         errors = {f"{name}_stderr": value for name, value in record.standard_errors.items()}
         return {f"evaluation/{name}": value for name, value in {**record.numbers, **errors}.items()}
+    if isinstance(record, NormsRecord):
+        norms = {"gradients": record.gradients, "weights": record.weights}
+        of_layers = {f"norms/{what}/{name}": norm for what, each in norms.items() for name, norm in each.items()}
+        return {**of_layers, "norms/weight_norm": record.weight_norm}
     if isinstance(record, SourcesRecord):
         return {
             f"sources/{name}/{what}": value

@@ -15,11 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 
 from gpt_pretrain.config import own
 from gpt_pretrain.config.errors import ConfigError, UserError, show
 from gpt_pretrain.config.keys import did_you_mean, nearest_name
+from gpt_pretrain.config.load import saved_extensions
 from gpt_pretrain.config.source import Loader, Source
 from gpt_pretrain.extend.registry import REGISTERED, where
 
@@ -56,10 +58,36 @@ def extended_loader(overrides: Sequence[str], source: Source) -> Loader:
     return loader
 
 
-def _value_of(line: str) -> Any:
+def check_resumed(overrides: Sequence[str]) -> None:
+    """Names the extensions of a run that is resumed without them, before their keys and choices are unknown.
+
+    Raises:
+        ConfigError: The run directory on the command line has checkpoints, and its run had extensions.
+    """
+    lines = [line for line in overrides if re.match(r"\+{0,2}run_dir=", line)]
+    if own.GIVEN or own.LOADED or not lines:
+        return
+    override = _parsed(lines[-1])
+    if override is None or override.is_sweep_override() or not (run_dir := override.value()):
+        return
+    checkpoints = Path(str(run_dir), "checkpoints")
+    if not (checkpoints.is_dir() and any(checkpoints.iterdir())):
+        return
+    if problem := own.missing_problem(saved_extensions(checkpoints.parent)):
+        raise ConfigError([f"{lines[-1]} was trained with {problem}"])
+
+
+def _parsed(line: str) -> Override | None:
     try:
         (override,) = OverridesParser.create().parse_overrides([line])
     except HydraException:
+        return None
+    return override
+
+
+def _value_of(line: str) -> Any:
+    override = _parsed(line)
+    if override is None:
         return None
     if override.is_sweep_override():
         raise ConfigError([f"{line}: all runs of a sweep share a process and its modules; {_WRITE}"])

@@ -23,6 +23,7 @@ from gpt_pretrain.config.mixtures import describe_lengths
 from gpt_pretrain.config.schedule import batch_grows, rates_in_tokens
 from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.text_bytes import why_unknown
+from gpt_pretrain.extend.code import unread_keys
 from gpt_pretrain.extend.registry import REGISTERED
 from gpt_pretrain.features.mup import describe_mup
 from gpt_pretrain.features.small_states import describe_states
@@ -47,7 +48,11 @@ def open_console(setup: Setup, lock_note: str | None) -> RunConsole:
     config, start, done = setup.config, setup.start, setup.progress.step
     console = RunConsole(max_steps=setup.last_step, start_step=done)
     console.print_header(config.name, describe_run(setup))
-    for warning in (*machine_notes(setup.spec), *(() if start is None else start.warnings)):
+    for warning in (
+        *machine_notes(setup.spec),
+        *unread_keys(setup.config),
+        *(() if start is None else start.warnings),
+    ):
         console.warning(warning)
     for note in (*(() if start is None else start.notes), *setup.notes):
         console.note(note)

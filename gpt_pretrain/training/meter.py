@@ -97,6 +97,7 @@ class Meter:
             decoupled_lr=decoupled_lr,
             hidden_lr=hidden_lr,
             grad_norm=grad_norm,
+            max_attention_logit=None if result.max_attention_logit is None else float(result.max_attention_logit),
             skipped_steps=skipped_steps,
             step_time_s=step_time_s,
             tokens_per_s=tokens_per_s,

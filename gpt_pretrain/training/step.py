@@ -1,10 +1,12 @@
 """One optimizer step and one validation, through megatron-core's pipeline schedules."""
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from gpt_pretrain.config.mixtures import own_lengths
@@ -13,8 +15,10 @@ from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.fp8.infinities import StepCasts
 from gpt_pretrain.megatron.loss import loss_gradient, summed_loss
 from gpt_pretrain.megatron.model import Model
+from gpt_pretrain.megatron.norms import gradient_norms, weight_norms
 from gpt_pretrain.megatron.optimizer import StepResult, conditional_update
 from gpt_pretrain.megatron.parallel import context_parallel_slices, is_last_stage_writer
+from gpt_pretrain.megatron.qk_clip import LargestLogits
 from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.megatron.weight_average import update_average
 
@@ -127,25 +131,39 @@ def train_step(
     iterators: Sequence[Iterator[Batch] | None],
     num_samples: int | None = None,
     sequence_length: int | None = None,
+    *,
+    norms: bool = False,
 ) -> StepResult:
     """Forward and backward over all microbatches of this rank, and one optimizer update if everything is finite.
 
     All ranks together train on `num_samples`; None: model.global_batch_size. These are cut into pieces of
     `sequence_length` tokens; None: not cut. The schedule advances first, so that step
     n trains with the learning rate of n, and the first step not with zero. It also advances in a step that updates
-    nothing: the learning rate is a function of the step, or of the tokens up to its end.
+    nothing: the learning rate is a function of the step, or of the tokens up to its end. `norms`: measure those too.
     """
-    spec, casts = trainable.model.spec, StepCasts(trainable.model.gpt_chunks)
+    spec, casts, logits = trainable.model.spec, StepCasts(trainable.model.gpt_chunks), LargestLogits(trainable.model)
     num_samples = spec.model.global_batch_size if num_samples is None else num_samples
     with casts.watching():
         report = compute_gradients(trainable, iterators, num_samples, sequence_length, before_pass=casts.look)
+    largest = logits.share()
     trainable.scheduler.step(num_samples * spec.model.encoder_seq_length if rates_in_tokens(spec.config) else 1)
+    optimizer, of_layers = trainable.optimizer, []
+
+    def take_norms(of: Callable[[MegatronOptimizer, Model], torch.Tensor]) -> None:
+        if norms:
+            of_layers.append(of(optimizer, trainable.model))
+
     result = conditional_update(
-        trainable.optimizer, report, casts.met_infinity(), before_update=casts.restore_if_skipped
+        optimizer,
+        report,
+        casts.met_infinity(),
+        before_clip=lambda: take_norms(gradient_norms),
+        before_update=casts.restore_if_skipped,
     )
+    take_norms(weight_norms)
     if (decay := spec.model.optim.ema_decay) is not None:
-        update_average(trainable.optimizer, decay, result.skipped)
-    return result
+        update_average(optimizer, decay, result.skipped)
+    return replace(result, max_attention_logit=largest, norms=torch.stack(of_layers) if norms else None)
 
 
 def compute_gradients(

@@ -14,10 +14,11 @@ from gpt_pretrain.config.schedule import Trained, batch_grows, batch_schedule, l
 from gpt_pretrain.data.batches import BatchIterator, build_batch_iterator
 from gpt_pretrain.extend.code import code_digests
 from gpt_pretrain.fp8.proof import ProofError
+from gpt_pretrain.megatron.norms import norm_names
 from gpt_pretrain.megatron.optimizer import StepResult, decoupled_learning_rate, hidden_learning_rate, learning_rate
 from gpt_pretrain.megatron.parallel import data_parallel_rank
 from gpt_pretrain.plan.forecast import describe_saves
-from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, Record, SourcesRecord
+from gpt_pretrain.report.records import CheckpointRecord, EndReason, LossSpikeRecord, NormsRecord, Record, SourcesRecord
 from gpt_pretrain.training.callbacks import Callbacks
 from gpt_pretrain.training.dump import weights_are_finite, write_dump
 from gpt_pretrain.training.garbage import GarbageCollection
@@ -165,10 +166,12 @@ class Trainer:
         trainer = self.config.trainer
         end = last_step(self.config, self._trained)
         while self.progress.step < end:
-            result = self._step()
+            step = self.progress.step + 1
+            is_logged = step % trainer.log_every_n_steps == 0 or step == end
+            result = self._step(norms=is_logged and self.config.logging.norms)
             # While the device computes: the logger waits for the device.
             self._garbage.after_step(self.progress.step)
-            if self._is_due(trainer.log_every_n_steps) or self.progress.step == end:
+            if is_logged:
                 self._log_step(result)
             if self._is_due(trainer.val_check_interval):
                 self.validate()
@@ -193,7 +196,7 @@ class Trainer:
         """What the run has trained on."""
         return self.progress.trained(self.config.model.encoder_seq_length)
 
-    def _step(self) -> StepResult:
+    def _step(self, *, norms: bool) -> StepResult:
         """Trains on the next global batch; logs the guard's records of the step before, and a finished save."""
         step, first_sample = self.progress.step + 1, self.progress.consumed_samples
         num_samples = self._batches.next_batch(self._trained)
@@ -203,7 +206,7 @@ class Trainer:
             self._watchdog.steps_grow()
         with self._fp8_watch.step(step), self._stragglers.step(step):
             with self._proofs.watching(step, num_samples):
-                result = train_step(self._trainable, self._train_batches, num_samples, length)
+                result = train_step(self._trainable, self._train_batches, num_samples, length, norms=norms)
             self._proofs.judge(step, result)
         consumed_samples = first_sample + num_samples
         self.progress = replace(self.progress, step=step, consumed_samples=consumed_samples, validation_loss=None)
@@ -325,6 +328,16 @@ class Trainer:
         experts = self._expert_watch.records(self.progress.step, num_samples)
         for each in (*experts, *self._stragglers.records(self.progress.step)):
             self._log(each)
+        if result.norms is not None:
+            names, (gradients, weights) = norm_names(self.config.model.num_layers), result.norms.tolist()
+            self._log(
+                NormsRecord(
+                    step=self.progress.step,
+                    gradients=dict(zip(names, gradients, strict=True)),
+                    weights=dict(zip(names, weights, strict=True)),
+                    weight_norm=math.hypot(*weights),
+                )
+            )
         if len(self._setup.corpus.training.sources) > 1:
             consumed = self._setup.train_data.consumed(self.progress.consumed_samples)
             self._log(SourcesRecord(step=self.progress.step, sources=consumed))

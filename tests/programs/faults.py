@@ -49,11 +49,11 @@ def limit(name, amount):
 def _at_step(number, fault):
     train_step, steps = trainer.train_step, []
 
-    def faulty_step(*arguments):
+    def faulty_step(*arguments, **named):
         steps.append(None)
         if len(steps) == number:
             fault()
-        return train_step(*arguments)
+        return train_step(*arguments, **named)
 
     trainer.train_step = faulty_step
 
@@ -211,7 +211,7 @@ def _poison(steps, name, spoil, *, of_inputs=False):
     train_step, done, handles = trainer.train_step, [], []
     first, last = steps
 
-    def poisoned_step(trainable, *arguments):
+    def poisoned_step(trainable, *arguments, **named):
         done.append(None)
         if len(done) == first:
             for chunk in trainable.model.gpt_chunks:
@@ -220,7 +220,7 @@ def _poison(steps, name, spoil, *, of_inputs=False):
                     handles.append(module.register_forward_pre_hook(lambda module, inputs: _spoiled(inputs, spoil)))
                 elif module is not None:
                     handles.append(module.register_forward_hook(lambda module, inputs, result: _spoiled(result, spoil)))
-        result = train_step(trainable, *arguments)
+        result = train_step(trainable, *arguments, **named)
         if len(done) == last:
             for handle in handles:
                 handle.remove()
@@ -367,14 +367,14 @@ def poison_weight(step, name):
     """One number of a weight becomes NaN, and stays so."""
     train_step, done = trainer.train_step, []
 
-    def poisoned_step(trainable, *arguments):
+    def poisoned_step(trainable, *arguments, **named):
         done.append(None)
         if len(done) == step:
             for chunk in trainable.model.gpt_chunks:
                 weights = dict(named_weights(chunk))
                 if name in weights:
                     weights[name].data.view(-1)[3] = torch.nan
-        return train_step(trainable, *arguments)
+        return train_step(trainable, *arguments, **named)
 
     trainer.train_step = poisoned_step
 

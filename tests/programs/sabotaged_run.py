@@ -79,9 +79,9 @@ def leave_fp8_after_the_first_step():
             return emulated(layer, input, weight, bias, **more)
         return torch.nn.functional.linear(input, weight, bias)
 
-    def step(*given):
+    def step(*given, **named):
         steps.append(1)
-        return train_step(*given)
+        return train_step(*given, **named)
 
     layers.Fp8Linear._forward_impl, trainer.train_step = compute, step
 
@@ -144,9 +144,9 @@ def shift_a_layer_from_the_second_step():
             multiply = layer._products.multiply
             layer._products.multiply = lambda *of: multiply(*of) * (1.01 if len(steps) > 1 else 1.0)
 
-    def step(*given):
+    def step(*given, **named):
         steps.append(1)
-        return train_step(*given)
+        return train_step(*given, **named)
 
     layers.Fp8Linear.__init__, trainer.train_step = built, step
 
