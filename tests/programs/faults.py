@@ -298,6 +298,7 @@ class _Renumbered:
     def __init__(self, dataset, number):
         self.dataset, self.number, self.num_epochs = dataset, number, dataset.num_epochs
         self.epochs, self.consumed = dataset.epochs, dataset.consumed
+        self.attended, self.sequence_length_at = dataset.attended, dataset.sequence_length_at
 
     def __len__(self):
         return len(self.dataset)
