@@ -1,6 +1,6 @@
 """Healthy runs that look wrong: rounding errors add up, vanish or have no size. No proof may stop one, or warn.
 
-Each case changes the weights of a tiny GPT, and trains and proves three steps of it.
+Each case changes the weights of a tiny GPT, and trains and proves two steps of it, or three where histories go on.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_a_healthy_run_passes(case: str, recipe: str) -> None:
     told: list[Any] = []
     with emulated_training(*RECIPES[recipe], *overrides) as training:
         change(training)
-        for number in range(3):
+        for number in range(3 if recipe.startswith("delayed") else 2):
             told += prove(training, step=number).warnings
     assert [warning for warning in told if not (may_be_exact and "changed by rounding" in warning)] == []
 
