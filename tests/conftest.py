@@ -25,7 +25,6 @@ if sys.platform == "linux":
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY, SHARE_GPU
 from tests.refusals import compose_quickly
 
@@ -128,7 +127,7 @@ def parent():
 @pytest.fixture
 def compose_config() -> Callable[..., Config]:
     """Composes a configuration from overrides, as the command line does."""
-    return lambda *overrides: load_config(overrides)
+    return lambda *overrides: compose_quickly(overrides)
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from filelock import FileLock
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulate, emulated_training, observed_training
 from tests.forked_runs import fork_ranks
+from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance
 
 TORCHAO = tuple(recipe.preset for recipe in recipes_of(Fp8Backend.torchao))
@@ -34,7 +34,7 @@ LAUNCHES = (
     ("dp:delayed:resume", "dp:torchao_tensorwise:own", *(f"dp:{recipe}:resume" for recipe in TORCHAO)),
     ("pp2:delayed", "pp2:torchao_tensorwise:own", *(f"pp2:{recipe}" for recipe in TORCHAO)),
 )
-MODEL = load_config(TINY).model
+MODEL = compose_quickly(TINY).model
 LOSS_TOLERANCE = fp8_loss_tolerance(MODEL)
 ROUNDED_ANEW_TOLERANCE = fp8_anew_tolerance(MODEL)
 QKV = "decoder.layers.0.self_attention.linear_qkv"

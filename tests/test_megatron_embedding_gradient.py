@@ -5,11 +5,11 @@ import torch
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.embedding_gradient import embedding_class
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 from tests.test_megatron_platform import launched
 
 ACCUMULATED = "model.gradient_accumulation_fusion=true"
@@ -77,10 +77,10 @@ def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named)
 
 
 def test_needs_gradients_added_in_products():
-    asked = load_config(["data=mock", ASKED])
+    asked = compose_quickly(["data=mock", ASKED])
     assert spec_of(asked, H200).kernels.features["embedding_gradient_fusion"]
     check_machine(spec_of(asked, H200, launched()))
-    check_machine(spec_of(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
+    check_machine(spec_of(compose_quickly(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(asked, CPU, launched()))
     message = str(refused.value)

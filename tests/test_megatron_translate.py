@@ -23,9 +23,9 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.registry import own_kernels
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.platform import Platform
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 
 # Nothing here is null that another key of the table would decide.
 BASE = (
@@ -572,7 +572,7 @@ def translate(config: Config) -> dict[str, Any]:
 
 @cache
 def translated(*overrides: str) -> dict[str, Any]:
-    return translate(load_config([*BASE, *overrides]))
+    return translate(compose_quickly([*BASE, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -595,9 +595,9 @@ def test_every_key_of_model_trainer_plan_and_benchmark_lands_somewhere() -> None
 
 def test_every_field_of_megatron_core_in_the_facts_of_a_key_exists() -> None:
     names = {
-        "TransformerConfig": vars(translate_transformer(spec_of(load_config(BASE), CPU))),
-        "DistributedDataParallelConfig": vars(translate_ddp(spec_of(load_config(BASE), CPU))),
-        "OptimizerConfig": vars(translate_optimizer(spec_of(load_config(BASE), CPU))),
+        "TransformerConfig": vars(translate_transformer(spec_of(compose_quickly(BASE), CPU))),
+        "DistributedDataParallelConfig": vars(translate_ddp(spec_of(compose_quickly(BASE), CPU))),
+        "OptimizerConfig": vars(translate_optimizer(spec_of(compose_quickly(BASE), CPU))),
     }
     for path, key in schema_keys().items():
         for field in key.facts.core:
@@ -619,7 +619,7 @@ def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> 
 
 
 def test_translation_is_pure() -> None:
-    config = load_config(BASE)
+    config = compose_quickly(BASE)
     before = copy.deepcopy(config)
     assert translate(config) == translate(copy.deepcopy(config))
     assert config == before
@@ -646,7 +646,7 @@ def squared_relu(x: float) -> float:
     [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu), ("squared_relu", squared_relu)],
 )
 def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
-    config = load_config([*BASE, f"model.activation={activation}"])
+    config = compose_quickly([*BASE, f"model.activation={activation}"])
     activation_func = translate_transformer(spec_of(config, CPU)).activation_func
     points = [-4.0, -2.0, -1.0, -0.5, 0.0, 0.3, 1.0, 2.0, 4.0]
     values = activation_func(torch.tensor(points, dtype=torch.float64))
@@ -664,7 +664,7 @@ def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
     ],
 )
 def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
-    config = load_config([*BASE, f"trainer.precision={precision}"])
+    config = compose_quickly([*BASE, f"trainer.precision={precision}"])
     assert torch_dtype(params_dtype(spec_of(config, replace(CPU, cuda=cuda)))) is expected
 
 
@@ -692,7 +692,7 @@ def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
 def test_gradients_are_averaged_by_nccl_where_that_saves_a_pass(
     platform: Platform, num_shards: int, overrides: list[str], expected: bool
 ) -> None:
-    config = load_config([*BASE, *overrides])
+    config = compose_quickly([*BASE, *overrides])
     assert translate_ddp(spec_of(config, platform, shards=num_shards)).average_in_collective is expected
 
 

@@ -8,9 +8,9 @@ import torch
 from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.checkpoint.state import describe_weights, differences
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.loaded_model import inference_config, loaded_model
 from tests.emulated_training import emulate, emulated_training
+from tests.refusals import compose_quickly
 from tests.runs import run_small
 from tests.saved_models import FAMILIES, saved_model, some_tokens
 
@@ -180,7 +180,7 @@ def test_fp8_is_proven(tmp_path, cache_dir, one_process):
 
 
 def test_a_checkpoint_is_of_another_model_with_or_without_mup():
-    plain, mup = (describe_weights(load_config(list(given)).model) for given in ((), MUP))
+    plain, mup = (describe_weights(compose_quickly(list(given)).model) for given in ((), MUP))
     assert "model.use_mup=true" in differences(mup, plain)
     assert "model.use_mup=false (saved with true)" in differences(plain, mup)
     assert differences(plain, plain) == differences(mup, mup) == ""
