@@ -22,7 +22,7 @@ from tests.emulated_training import TINY, Training, build_training_of, emulate, 
 from tests.optimizer_states import LEAN, SMALLEST
 from tests.refusals import compose_quickly
 
-STEPS = 3
+STEPS = 2
 STRATEGIES = {name: f"model.data_parallel_sharding_strategy={name}" for name in ("optim_grads", "optim_grads_params")}
 # A section for each layer; two microbatches in each step of four ranks, four of two ranks.
 _RUN = (
