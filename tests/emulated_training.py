@@ -58,6 +58,12 @@ TINY = (
     "model.optim.sched.name=constant",
     "model.optim.sched.warmup_steps=0",
 )
+# Each layer's forward pass a second time.
+RECOMPUTED = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
+)
 
 
 @dataclass(frozen=True, kw_only=True)

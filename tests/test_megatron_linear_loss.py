@@ -12,7 +12,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.run.products import chunk_tokens
-from tests.emulated_training import TINY, build_training_of
+from tests.emulated_training import RECOMPUTED, TINY, build_training_of
 from tests.forked_runs import fork_ranks, interpret_kernels
 from tests.linear_loss_training import compare_variants, differences
 from tests.programs.z_loss_layouts import Z_LOSS
@@ -24,11 +24,6 @@ CHUNK = 16
 TIED = "model.share_embeddings_and_output_weights=true"
 PER_TOKEN = "model.data.eod_mask_loss=true"
 BF16 = "trainer.precision=bf16"
-RECOMPUTE = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +162,7 @@ def assert_small(found, *, losses=1e-5, gradients=1e-5):
     [
         pytest.param(True, [TIED, PER_TOKEN], {}, id="tied, mean over the step's tokens"),
         # The gradient of the logits is rounded to BF16 either way, the weights' no longer for each microbatch.
-        pytest.param(True, [BF16, *RECOMPUTE], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
+        pytest.param(True, [BF16, *RECOMPUTED], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
     ],
 )
 def test_training_is_that_with_megatrons_head_and_loss(masked, overrides, tolerance, one_rank):

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.emulated_training import RECOMPUTED
 from tests.forked_runs import fork_ranks
 from tests.refusals import compose_quickly
 from tests.rounding import gradient_tolerance, loss_tolerance
@@ -96,11 +97,7 @@ def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path,
     [
         pytest.param(["model.activations_checkpoint_granularity=selective"], id="selective"),
         pytest.param(
-            [
-                "model.activations_checkpoint_granularity=full",
-                "model.activations_checkpoint_method=uniform",
-                "model.activations_checkpoint_num_layers=1",
-            ],
+            RECOMPUTED,
             id="full",
         ),
     ],
