@@ -7,8 +7,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # As the processes that tests start have it, and before torch is loaded: pytest's own processes share the cores, and the
 # threads of one would spin away the time that another one's wait for. Training in this process took ten times as long.
@@ -114,6 +116,24 @@ def run_dir(trained, tmp_path):
     """A copy of it, to be spoiled."""
     shutil.copytree(trained, tmp_path / "run")
     return tmp_path / "run"
+
+
+@pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Has a folder of a name filled once for all of pytest's own processes: whoever comes first does so."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def make(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = shared / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = tmp_path_factory.mktemp("unfinished")
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return make
 
 
 @pytest.fixture(scope="session")
