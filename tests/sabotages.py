@@ -270,11 +270,7 @@ def round_input_of_wgrad(module: Any) -> None:
 
 
 def shift_products(module: Any) -> None:
-    change_cast(
-        module,
-        Role.weight,
-        in_both_ways(lambda quantized: pretend(quantized, quantized.values() * 1.01)),
-    )
+    change_cast(module, Role.weight, in_both_ways(lambda quantized: pretend(quantized, quantized.values() * 1.01)))
 
 
 def blur_products(module: Any, error: float) -> None:

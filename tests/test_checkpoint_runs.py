@@ -242,8 +242,7 @@ def test_a_failed_save_ends_the_program_with_exit_code_1_and_no_traceback(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [("checkpoint.keep_every=4", "checkpoint.keep_last=null"), ("checkpoint.keep_last=0", "")],
+    ("override", "told"), [("checkpoint.keep_every=4", "checkpoint.keep_last=null"), ("checkpoint.keep_last=0", "")]
 )
 def test_retention_that_says_nothing_is_refused(broken_rules, override, told):
     (problem,) = broken_rules(override)

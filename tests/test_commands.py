@@ -259,7 +259,7 @@ def test_a_plan_needs_no_torch_and_reads_each_file_once(tmp_path):
 
 # Beside what all name: options, and formats of other programs.
 NAMED_BY = {
-    "gpt_pretrain.translate": ("--from", "--env", "megatron-lm", "nemo", "torchtitan", "automodel", "accelerate"),
+    "gpt_pretrain.translate": ("--from", "--env", "megatron-lm", "nemo", "torchtitan", "automodel", "accelerate")
 }
 
 

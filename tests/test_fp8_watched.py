@@ -17,11 +17,7 @@ from tests.emulated_training import emulated_training
 from tests.platforms import H200, spec_of
 from tests.refusals import compose_quickly
 
-PLANNED = {
-    Phase.forward: ("e4m3", "e4m3"),
-    Phase.dgrad: ("e5m2", "e4m3"),
-    Phase.wgrad: ("e5m2", "e4m3"),
-}
+PLANNED = {Phase.forward: ("e4m3", "e4m3"), Phase.dgrad: ("e5m2", "e4m3"), Phase.wgrad: ("e5m2", "e4m3")}
 BF16 = ("bfloat16", "bfloat16")
 EXPERTS, ATTENTION = f"decoder.layers.1.{EXPERT_FC1}", f"decoder.layers.0.{QKV}"
 

@@ -123,12 +123,7 @@ OF_A_LAYER = {
         lambda layer: setattr(te.quantizer(layer, "bwd"), "amax_epsilon", 1.0),
         "scale of the output gradient",
     ),
-    "blocks of another shape": (
-        "blockwise",
-        PROJ,
-        te.cast_weight_in_rows,
-        "scales of the weight in forward",
-    ),
+    "blocks of another shape": ("blockwise", PROJ, te.cast_weight_in_rows, "scales of the weight in forward"),
     "other values": (
         "tensorwise",
         PROJ,

@@ -49,19 +49,13 @@ def test_the_kernels_interpreted_compute_what_torch_does():
         (("fp8=delayed", "model.activation=gelu"), "model.activation=gelu"),
         (("fp8=delayed", "model.activation=squared_relu"), "model.activation=squared_relu"),
         (("fp8=delayed", "model.bias=true"), "model.bias=true"),
-        (
-            ("fp8=delayed", "model.bias_activation_fusion=false"),
-            "model.bias_activation_fusion=false",
-        ),
+        (("fp8=delayed", "model.bias_activation_fusion=false"), "model.bias_activation_fusion=false"),
         (("fp8=tensorwise", "model=moe_small"), "model.num_moe_experts=4"),
         (
             ("fp8=delayed", "model.activations_checkpoint_granularity=selective"),
             "model.activations_checkpoint_granularity=selective",
         ),
-        (
-            ("fp8=tensorwise", "model.cuda_graph_impl=local"),
-            "model.cuda_graph_impl=local",
-        ),
+        (("fp8=tensorwise", "model.cuda_graph_impl=local"), "model.cuda_graph_impl=local"),
         *(
             ((recipe, *kept_out), said)
             for recipe, kept_out, said in (

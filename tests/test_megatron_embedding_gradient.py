@@ -54,18 +54,9 @@ def test_rows_of_tokens_grow_and_no_others(tied):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ("model.gradient_accumulation_fusion=false",),
-            "model.gradient_accumulation_fusion=false",
-        ),
-        (
-            (BF16, IN_BF16),
-            "model.grad_reduce_in_fp32=false",
-        ),
-        (
-            ("model=gpt2_124m", "model.cuda_graph_impl=local"),
-            "model.cuda_graph_impl=local",
-        ),
+        (("model.gradient_accumulation_fusion=false",), "model.gradient_accumulation_fusion=false"),
+        ((BF16, IN_BF16), "model.grad_reduce_in_fp32=false"),
+        (("model=gpt2_124m", "model.cuda_graph_impl=local"), "model.cuda_graph_impl=local"),
     ],
 )
 def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named):

@@ -57,22 +57,10 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ("model=gpt2_124m",),
-            "model.position_embedding_type=learned_absolute",
-        ),
-        (
-            ("model.apply_rope_fusion=false",),
-            "model.apply_rope_fusion=false",
-        ),
-        (
-            ("model.no_rope_freq=4",),
-            "model.no_rope_freq=4",
-        ),
-        (
-            ("model.cuda_graph_impl=local",),
-            "model.cuda_graph_impl=local",
-        ),
+        (("model=gpt2_124m",), "model.position_embedding_type=learned_absolute"),
+        (("model.apply_rope_fusion=false",), "model.apply_rope_fusion=false"),
+        (("model.no_rope_freq=4",), "model.no_rope_freq=4"),
+        (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )
 def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):

@@ -28,13 +28,7 @@ from tests.platforms import CPU, H200, spec_of
 from tests.refusals import compose_quickly
 
 # Nothing here is null that another key of the table would decide.
-BASE = (
-    "model=llama3_8b",
-    "data=mock",
-    "parallelism=single",
-    "model.kv_channels=128",
-    "model.optim.sched.min_lr=1e-5",
-)
+BASE = ("model=llama3_8b", "data=mock", "parallelism=single", "model.kv_channels=128", "model.optim.sched.min_lr=1e-5")
 TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
 UNIFORM = "model.activations_checkpoint_method=uniform"
@@ -169,20 +163,12 @@ ROWS = [
     Row(
         override="model.virtual_pipeline_model_parallel_size=2",
         context=(PP2,),
-        transformer={
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        },
+        transformer={"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
     ),
     Row(
         override="model.virtual_pipeline_model_parallel_size=2",
         context=("parallelism=pp2",),
-        transformer={
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        },
+        transformer={"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
         ddp={"align_param_gather": True},
     ),
     Row(override="model.context_parallel_size=2", transformer={"context_parallel_size": 2}),
@@ -266,10 +252,7 @@ ROWS = [
     Row(override="model.data.eod_mask_labels=true", transformer={"calculate_per_token_loss": True}),
     Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
     Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
-    Row(
-        override="model.optim.decoupled_lr=1e-3",
-        optimizer={"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4},
-    ),
+    Row(override="model.optim.decoupled_lr=1e-3", optimizer={"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4}),
     Row(
         override="model.optim.lr=1e-3",
         context=("model.optim.sched.min_lr=null",),
@@ -337,11 +320,7 @@ ROWS = [
         transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"},
         optimizer={"fp8_recipe": "blockwise"},
     ),
-    Row(
-        override="model.fp8_hybrid=true",
-        context=(FP8, "model.fp8_recipe=blockwise"),
-        transformer={"fp8": "hybrid"},
-    ),
+    Row(override="model.fp8_hybrid=true", context=(FP8, "model.fp8_recipe=blockwise"), transformer={"fp8": "hybrid"}),
     Row(override="model.fp8_e4m3=true", context=(FP8,), transformer={"fp8": "e4m3"}),
     Row(override="model.fp8_e4m3=true", context=(FP8, "model.fp8_hybrid=true"), transformer={"fp8": "e4m3"}),
     Row(override="model.fp8_margin=2", context=(FP8,), transformer={"fp8_margin": 2}),
@@ -360,18 +339,12 @@ ROWS = [
         optimizer={"use_distributed_optimizer": True},
     ),
     Row(
-        override="model.fp8_dot_product_attention=true",
-        context=(FP8,),
-        transformer={"fp8_dot_product_attention": True},
+        override="model.fp8_dot_product_attention=true", context=(FP8,), transformer={"fp8_dot_product_attention": True}
     ),
     Row(
         override=KEPT,
         context=(FP8, TENSORWISE),
-        transformer={
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": 1,
-            "num_layers_at_end_in_bf16": 1,
-        },
+        transformer={"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
     ),
     Row(
         override="model.num_layers_at_start_in_bf16=2",
@@ -435,9 +408,7 @@ ROWS = [
         needs_te=True,
     ),
     Row(
-        override="model.expert_model_parallel_size=4",
-        context=(EXPERTS,),
-        transformer={"expert_model_parallel_size": 4},
+        override="model.expert_model_parallel_size=4", context=(EXPERTS,), transformer={"expert_model_parallel_size": 4}
     ),
     Row(
         override="model.expert_tensor_parallel_size=2",
@@ -458,11 +429,7 @@ ROWS = [
 
 # Keys that none of the three translations handles: the module or room (relative to gpt_pretrain) that reads them.
 ELSEWHERE = {
-    "config/derived.py": (
-        "model.vocab_size",
-        "model.make_vocab_size_divisible_by",
-        "trainer.max_time",
-    ),
+    "config/derived.py": ("model.vocab_size", "model.make_vocab_size_divisible_by", "trainer.max_time"),
     "config/schedule.py": (
         "model.global_batch_size",
         "model.rampup_batch_size",

@@ -108,8 +108,7 @@ def test_logits_are_divided_by_the_width_in_both_passes(loss, tied):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "scale"),
-    [((), 1 / 16), (("model.mup_base_head_dim=4",), 2 / 16), ((USUAL_ATTENTION,), 1 / 4)],
+    ("overrides", "scale"), [((), 1 / 16), (("model.mup_base_head_dim=4",), 2 / 16), ((USUAL_ATTENTION,), 1 / 4)]
 )
 def test_attention_is_scaled_by_the_width_of_a_head(overrides, scale):
     with emulated_training(*MUP, "model.num_query_groups=4", *overrides) as training:

@@ -17,12 +17,7 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.out_of_memory import (
-    check_states_fit,
-    explain_out_of_memory,
-    plan_remedies,
-    ran_out_of_memory,
-)
+from gpt_pretrain.plan.out_of_memory import check_states_fit, explain_out_of_memory, plan_remedies, ran_out_of_memory
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
 from tests.platforms import CPU, H200, spec_of

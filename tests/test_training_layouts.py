@@ -96,10 +96,7 @@ def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path,
     "overrides",
     [
         pytest.param(["model.activations_checkpoint_granularity=selective"], id="selective"),
-        pytest.param(
-            RECOMPUTED,
-            id="full",
-        ),
+        pytest.param(RECOMPUTED, id="full"),
     ],
 )
 def test_recomputed_activations_change_no_loss(overrides, tmp_path, cache_dir, one_process):
