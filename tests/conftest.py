@@ -7,8 +7,10 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
+from filelock import FileLock
 
 # As the processes that tests start have it, and before torch is loaded: pytest's own processes share the cores, and the
 # threads of one would spin away the time that another one's wait for. Training in this process took ten times as long.
@@ -25,7 +27,6 @@ if sys.platform == "linux":
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.jobs import load_config
 from tests.launching import REPOSITORY, SHARE_GPU
 from tests.refusals import compose_quickly
 
@@ -118,6 +119,24 @@ def run_dir(trained, tmp_path):
 
 
 @pytest.fixture(scope="session")
+def made_once(tmp_path_factory) -> Callable[[str, Callable[[Path], None]], Path]:
+    """Has a folder of a name filled once for all of pytest's own processes: whoever comes first does so."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+
+    def make(name: str, fill: Callable[[Path], None]) -> Path:
+        folder = shared / name
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished = tmp_path_factory.mktemp("unfinished")
+                fill(unfinished)
+                unfinished.rename(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def parent():
     """The process that runs are forked from."""
     from tests.forked_runs import shared_parent
@@ -128,7 +147,7 @@ def parent():
 @pytest.fixture
 def compose_config() -> Callable[..., Config]:
     """Composes a configuration from overrides, as the command line does."""
-    return lambda *overrides: load_config(overrides)
+    return lambda *overrides: compose_quickly(overrides)
 
 
 @pytest.fixture

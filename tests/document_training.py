@@ -22,7 +22,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import context_parallel_slices, process_groups, sum_over
 from gpt_pretrain.training.inference import forward_pass
 from gpt_pretrain.training.step import train_step
-from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
+from tests.emulated_training import RECOMPUTED, TINY, Training, build_training_of, emulate, lay_out_anew
 from tests.refusals import compose_quickly
 
 MASKED = "model.data.inter_document_masking=true"
@@ -57,11 +57,7 @@ MODELS: dict[str, Sequence[str]] = {
     "heads": ("model.num_query_groups=4",),
     "learned": ("model.position_embedding_type=learned_absolute",),
     "deep": ("model.num_layers=4",),
-    "recomputed": (
-        "model.activations_checkpoint_granularity=full",
-        "model.activations_checkpoint_method=uniform",
-        "model.activations_checkpoint_num_layers=1",
-    ),
+    "recomputed": RECOMPUTED,
     "selective": ("model.activations_checkpoint_granularity=selective",),
     "bf16": ("trainer.precision=bf16",),
     "experts": ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=96"),

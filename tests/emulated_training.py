@@ -31,14 +31,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.training.step import (
-    StepResult,
-    compute_gradients,
-    data_iterators,
-    mean_loss,
-    train_step,
-    validate,
-)
+from gpt_pretrain.training.step import StepResult, compute_gradients, data_iterators, mean_loss, train_step, validate
 from tests.platforms import spec_of
 from tests.refusals import compose_quickly
 
@@ -57,6 +50,12 @@ TINY = (
     "model.optim.lr=3e-3",
     "model.optim.sched.name=constant",
     "model.optim.sched.warmup_steps=0",
+)
+# Each layer's forward pass a second time.
+RECOMPUTED = (
+    "model.activations_checkpoint_granularity=full",
+    "model.activations_checkpoint_method=uniform",
+    "model.activations_checkpoint_num_layers=1",
 )
 
 

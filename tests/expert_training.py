@@ -19,7 +19,7 @@ from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.training.dump import named_weights, write_dump
 from gpt_pretrain.training.stop import BadStep
 from gpt_pretrain.training.watches import ExpertWatch
-from tests.emulated_training import TINY, Training, build_training_of, emulate, lay_out_anew
+from tests.emulated_training import RECOMPUTED, TINY, Training, build_training_of, emulate, lay_out_anew
 from tests.refusals import compose_quickly
 
 STEPS = 3
@@ -30,11 +30,6 @@ EXPERTS = (
     "model.moe_z_loss_coeff=1e-3",
     "model.init_method_std=0.2",
     "model.optim.lr=1e-3",
-)
-_FULL_RECOMPUTATION = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
 )
 
 # The weight that is made NaN at the end: of the last expert, which with EP the last rank has.
@@ -56,7 +51,7 @@ MODELS: dict[str, Sequence[str]] = {
     ),
     "fp8_bf16": (*emulate("tensorwise"), "trainer.precision=bf16"),
     "allgather": ("model.moe_token_dispatcher_type=allgather",),
-    "recomputed": _FULL_RECOMPUTATION,
+    "recomputed": RECOMPUTED,
     # So that two stages can have two chunks each.
     "deep": ("model.num_layers=4",),
 }

@@ -3,13 +3,7 @@
 import torch
 
 from gpt_pretrain.kernels import grouped_products_triton
-from gpt_pretrain.kernels.grouped_products_triton import (
-    ROWS,
-    Addresses,
-    GroupedWeights,
-    RowPlaces,
-    multiply_by_experts,
-)
+from gpt_pretrain.kernels.grouped_products_triton import ROWS, Addresses, GroupedWeights, RowPlaces, multiply_by_experts
 
 # Experts without rows at either end and between, one row, whole tiles, and parts of tiles.
 UNEVEN = (0, ROWS + 2, 1, 0, 2 * ROWS, 60, 0)

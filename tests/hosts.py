@@ -56,11 +56,7 @@ class Host:
 
 @contextmanager
 def two_hosts(
-    arguments: Sequence[str],
-    folder: Path,
-    *,
-    on_gpus: bool,
-    faults: Mapping[str, Sequence[Fault]] | None = None,
+    arguments: Sequence[str], folder: Path, *, on_gpus: bool, faults: Mapping[str, Sequence[Fault]] | None = None
 ) -> Iterator[list[Host]]:
     """Starts a program on two hosts of two ranks each; kills what is left of them at the end.
 

@@ -47,11 +47,7 @@ def on_one_gpu(place: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_ranks(
-    num_ranks: int,
-    arguments: Sequence[str],
-    *,
-    timeout_s: float = 240,
-    env: Mapping[str, str] | None = None,
+    num_ranks: int, arguments: Sequence[str], *, timeout_s: float = 240, env: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a program from the repository's root and waits for it; the caller looks at `returncode` and output.
 
@@ -67,12 +63,7 @@ def run_ranks(
     """
     command = [*start_command(num_ranks), *arguments]
     process = subprocess.Popen(
-        command,
-        cwd=REPOSITORY,
-        env=clean_environment(env),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        command, cwd=REPOSITORY, env=clean_environment(env), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)

@@ -117,10 +117,7 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "single.moe": (1, _EXPERTS),
     "ep2.moe": (2, ["parallelism=ep2", *_EXPERTS]),
     # Two ranks of a distributed optimizer share each expert, and two others the attention.
-    "tp2_sp_ep2.moe": (
-        4,
-        [*_TP2_SP_EP2, *_EXPERTS],
-    ),
+    "tp2_sp_ep2.moe": (4, [*_TP2_SP_EP2, *_EXPERTS]),
     "single.moe_bf16": (1, _BF16_EXPERTS),
     "ep2_plain.moe_bf16": (2, ["model.expert_model_parallel_size=2", *_BF16_EXPERTS]),
     "ep2_small.moe_bf16": (2, ["parallelism=ep2", *_BF16_EXPERTS, *LEAN, *SMALLEST]),
@@ -132,10 +129,7 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
     "dp2.stored_bf16": (2, ["parallelism=dp", *_STORED]),
     "tp2.stored_bf16": (2, ["parallelism=tp2", *_STORED]),
     "single.sgd": (1, ["model.optim.name=sgd"]),
-    "tp2_plain.sgd": (
-        2,
-        ["parallelism=tp2", "model.optim.name=sgd", *_UNSHARDED],
-    ),
+    "tp2_plain.sgd": (2, ["parallelism=tp2", "model.optim.name=sgd", *_UNSHARDED]),
     "single_lion": (1, ["optimizer=lion"]),
     "dp2_lion": (2, ["parallelism=dp", "optimizer=lion"]),
     "tp2_lion": (2, ["parallelism=tp2", "optimizer=lion"]),

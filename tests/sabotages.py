@@ -20,9 +20,9 @@ from gpt_pretrain.fp8.casts import (
 )
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import Proof, ProofError, Proven
-from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, Training
 from tests.platforms import spec_of
+from tests.refusals import compose_quickly
 
 # Step 1 of one process multiplies the products of the second layer's second microbatch again; step 2 those of the
 # first layer's first.
@@ -39,7 +39,7 @@ def prove(training: Training, *, step: int, planned: tuple[str, ...] | None = No
     trainable = training.trainable
     model = trainable.model
     if planned is not None:
-        model = replace(model, spec=spec_of(load_config([*TINY, *planned])))
+        model = replace(model, spec=spec_of(compose_quickly([*TINY, *planned])))
     proof = Proof(model, trainable.optimizer, step)
     with proof.watching():
         training.step()
@@ -270,11 +270,7 @@ def round_input_of_wgrad(module: Any) -> None:
 
 
 def shift_products(module: Any) -> None:
-    change_cast(
-        module,
-        Role.weight,
-        in_both_ways(lambda quantized: pretend(quantized, quantized.values() * 1.01)),
-    )
+    change_cast(module, Role.weight, in_both_ways(lambda quantized: pretend(quantized, quantized.values() * 1.01)))
 
 
 def blur_products(module: Any, error: float) -> None:
@@ -345,6 +341,6 @@ def state_of(module: Any) -> Any:
 
 def own_recipe(module: Any, overrides: tuple[str, ...]) -> None:
     """One layer on another recipe."""
-    settings = spec_of(load_config([*TINY, *overrides])).fp8
+    settings = spec_of(compose_quickly([*TINY, *overrides])).fp8
     assert settings is not None
     module._products.cast = stateless_cast(settings)

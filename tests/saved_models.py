@@ -20,7 +20,7 @@ from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.rules.jobs import load_config
+from tests.refusals import compose_quickly
 
 # Presets made small; otherwise they are what conf/model says.
 SMALL = (
@@ -128,7 +128,7 @@ class Saved:
 def small_config(*overrides: str) -> Config:
     # A preset comes first, so that what makes it small wins.
     presets = [override for override in overrides if override.startswith("model=")]
-    return load_config([*presets, *SMALL, *(override for override in overrides if override not in presets)])
+    return compose_quickly([*presets, *SMALL, *(override for override in overrides if override not in presets)])
 
 
 @torch.no_grad()

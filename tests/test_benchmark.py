@@ -14,11 +14,7 @@ import torch
 
 from gpt_pretrain.benchmark.__main__ import main
 from gpt_pretrain.benchmark.measure import Stopwatch
-from gpt_pretrain.benchmark.report import (
-    Benchmark,
-    benchmark_document,
-    benchmark_markdown,
-)
+from gpt_pretrain.benchmark.report import Benchmark, benchmark_document, benchmark_markdown
 from gpt_pretrain.benchmark.results import (
     GemmCeiling,
     Machine,
@@ -54,17 +50,8 @@ SMALL = (
     "benchmark.steps=4",
     "benchmark.interval=2",
 )
-H200 = (
-    GemmCeiling(dtype="bfloat16", side=8192, tflops=774.0),
-    GemmCeiling(dtype="fp8", side=8192, tflops=1414.0),
-)
-MEASURED = Measured(
-    first_step_s=20.0,
-    step_times_s=(0.5, 0.4),
-    memory_gib=10.0,
-    loss=2.5,
-    dtype="bfloat16",
-)
+H200 = (GemmCeiling(dtype="bfloat16", side=8192, tflops=774.0), GemmCeiling(dtype="fp8", side=8192, tflops=1414.0))
+MEASURED = Measured(first_step_s=20.0, step_times_s=(0.5, 0.4), memory_gib=10.0, loss=2.5, dtype="bfloat16")
 ROW = Row(name="app", loop="app", overrides=(), num_gpus=1, problem=None, figures=None)
 
 

@@ -78,7 +78,7 @@ def test_wrong_paths_are_refused(run_dir, capsys, command, below, message):
     assert captured.out == ""
 
 
-def test_the_program_answers_without_torch_and_explains_itself(run_dir):
+def test_the_program_answers_without_torch(run_dir):
     """Loading torch takes seconds, and a login node may not have it."""
     without = (
         "import sys; sys.modules['torch'] = None; sys.modules['megatron'] = None; "
@@ -86,7 +86,3 @@ def test_the_program_answers_without_torch_and_explains_itself(run_dir):
     )
     assert run_ranks(1, ["-c", without, "list", str(run_dir)]).returncode == 0
     assert run_ranks(1, ["-c", without, "verify", str(run_dir)]).returncode == 0
-    explained = run_ranks(1, ["-m", "gpt_pretrain.checkpoint", "--help"])
-    assert explained.returncode == 0
-    assert "verify" in explained.stdout
-    assert run_ranks(1, ["-m", "gpt_pretrain.checkpoint", "prune"]).returncode == 2

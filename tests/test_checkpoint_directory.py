@@ -183,12 +183,7 @@ def test_the_next_save_removes_what_killed_saves_have_left_and_nothing_else(tmp_
     mine.write_text("keep")
     (tmp_path / "step_00000040").mkdir()
     Destination(directory=tmp_path, step=20, retention=KEEP_ALL).clear()
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "latest",
-        "notes.txt",
-        "step_00000010",
-        "step_00000040",
-    ]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "notes.txt", "step_00000010", "step_00000040"]
 
 
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):

@@ -31,11 +31,11 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer_state import is_moment
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from tests.checkpoint_files import flip
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.optimizer_states import LEAN
+from tests.refusals import compose_quickly
 from tests.resharded_training import saved_state
 
 DATA = {"tokenizer": "of the run", "tokens": "of the run", "splits": "of the run"}
@@ -71,7 +71,7 @@ def checkpoints(kept, tmp_path):
 
 @cache
 def tiny_config():
-    return load_config(TINY)
+    return compose_quickly(TINY)
 
 
 @pytest.fixture
@@ -268,7 +268,7 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
 
 
 def test_layers_without_rope_make_another_model():
-    rotated, without = (describe_weights(load_config([*given]).model) for given in ((), ("model.no_rope_freq=4",)))
+    rotated, without = (describe_weights(compose_quickly([*given]).model) for given in ((), ("model.no_rope_freq=4",)))
     assert differences(without, rotated) == "model.no_rope_freq=4 (saved without it)"
     assert differences(rotated, without) == "model.no_rope_freq=null (saved with 4)"
 
@@ -512,8 +512,8 @@ SHORT = "model.fp8_amax_history_len=16"
     ],
 )
 def test_no_fp8_scales_are_dropped_unasked(saved, resumed, told):
-    held = describe_fp8_state(resolve(load_config(saved)).fp8)
-    settings = resolve(load_config(resumed)).fp8
+    held = describe_fp8_state(resolve(compose_quickly(saved)).fp8)
+    settings = resolve(compose_quickly(resumed)).fp8
 
     def keeps(*, reset):
         return keeps_fp8_state(Path("step_1"), settings, held, reset=reset)

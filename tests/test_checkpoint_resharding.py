@@ -6,13 +6,11 @@ of sums differs from the saving run's, and losses differ by what the number form
 """
 
 import json
-import os
 from functools import lru_cache
 from itertools import product
 
 import pytest
 import torch
-from filelock import FileLock
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 
 from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
@@ -185,29 +183,21 @@ def cases(num_ranks, pairs):
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory, request):
+def results(made_once, request):
     """Folder of the checkpoints and of what all ranks of all cases saw."""
-    # pytest's own processes share the launches: whoever comes first runs them.
-    shared = (
-        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    )
-    folder = shared / "resharding"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            unfinished = tmp_path_factory.mktemp("unfinished")
-            write_configs(unfinished)
-            with_slow = any(
-                item.get_closest_marker("slow") for item in request.session.items if item.path == request.path
-            )
-            pairs = [*PAIRS, *(SLOW if with_slow else [])]
-            saved, loaded = zip(*(cases(num_ranks, pairs) for num_ranks in (1, 2, 4)), strict=True)
-            run_cases(unfinished, saved[0])
-            launch(2, unfinished, saved[1])
-            launch(4, unfinished, [*saved[2], *loaded[2]])
-            launch(2, unfinished, loaded[1])
-            run_cases(unfinished, loaded[0])
-            unfinished.rename(folder)
-    return folder
+    with_slow = any(item.get_closest_marker("slow") for item in request.session.items if item.path == request.path)
+    pairs = [*PAIRS, *(SLOW if with_slow else [])]
+
+    def fill(folder):
+        write_configs(folder)
+        saved, loaded = zip(*(cases(num_ranks, pairs) for num_ranks in (1, 2, 4)), strict=True)
+        run_cases(folder, saved[0])
+        launch(2, folder, saved[1])
+        launch(4, folder, [*saved[2], *loaded[2]])
+        launch(2, folder, loaded[1])
+        run_cases(folder, loaded[0])
+
+    return made_once("resharding", fill)
 
 
 def launch(num_ranks, folder, these):

@@ -16,7 +16,6 @@ from gpt_pretrain.training.run import train
 from tests.checkpoint_files import disk_that, flip
 from tests.emulated_training import TINY
 from tests.forked_runs import fork_ranks
-from tests.launching import run_ranks
 from tests.platforms import spec_of
 
 
@@ -222,28 +221,18 @@ def test_a_run_saves_by_the_clock_where_it_saves_by_no_steps(num_ranks, tmp_path
     assert sorted(each.name for each in path.parent.iterdir()) == ["latest", "step_00000008"]
 
 
-def test_a_failed_save_ends_the_program_with_exit_code_1_and_no_traceback(tmp_path):
-    quick = (
-        "trainer.max_steps=4",
-        "trainer.limit_val_batches=0",
-        "logging.tensorboard=false",
-        "sample.max_new_tokens=0",
-    )
-    arguments = ["-m", "gpt_pretrain", *TINY, *quick, "checkpoint.save_interval=2", f"run_dir={tmp_path / 'run'}"]
-    limited = "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (100000,) * 2); "
-    done = run_ranks(1, ["-c", f"{limited}os.execv(sys.executable, [sys.executable, *sys.argv[1:]])", *arguments])
+def test_a_failed_save_ends_the_program_with_exit_code_1_and_no_traceback(parent, tmp_path):
+    quick = ("trainer.max_steps=4", "trainer.limit_val_batches=0", "logging.tensorboard=false")
+    arguments = [*TINY, *quick, "checkpoint.save_interval=2", f"run_dir={tmp_path / 'run'}"]
+    codes, text = parent.run(arguments, tmp_path / "output", faults={0: [["limit", "FSIZE", 100_000]]})
     unfinished = tmp_path / "run" / "checkpoints" / ".step_00000002.unfinished"
-    assert done.returncode == 1, done.stderr
-    assert (
-        f"error: the checkpoint of step 2 could not be saved: {unfinished}/__0_0.distcp: File too large; "
-        in done.stderr
-    )
-    assert "Traceback" not in done.stderr
+    assert codes == [1], text
+    assert f"error: the checkpoint of step 2 could not be saved: {unfinished}/__0_0.distcp: File too large; " in text
+    assert "Traceback" not in text
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
-    [("checkpoint.keep_every=4", "checkpoint.keep_last=null"), ("checkpoint.keep_last=0", "")],
+    ("override", "told"), [("checkpoint.keep_every=4", "checkpoint.keep_last=null"), ("checkpoint.keep_last=0", "")]
 )
 def test_retention_that_says_nothing_is_refused(broken_rules, override, told):
     (problem,) = broken_rules(override)

@@ -215,10 +215,7 @@ def saved_steps(directory):
         # By the clock, by the clock, by steps, by the clock, by steps, by steps.
         ((), [[1], [2], [3], [3, 4], [3, 5], [3, 5, 6]]),
         (("checkpoint.keep_last=2",), [[1], [1, 2], [2, 3], [3, 4], [4, 5], [5, 6]]),
-        (
-            ("checkpoint.keep_last=2", "checkpoint.save_interval=100"),
-            [[1], [2], [3], [3, 4], [3, 5], [5, 6]],
-        ),
+        (("checkpoint.keep_last=2", "checkpoint.save_interval=100"), [[1], [2], [3], [3, 4], [3, 5], [5, 6]]),
         (
             ("checkpoint.keep_last=1", "checkpoint.keep_every=2", "checkpoint.save_interval=100"),
             [[1], [2], [2, 3], [2, 3, 4], [2, 4, 5], [2, 4, 6]],

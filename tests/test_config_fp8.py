@@ -7,19 +7,19 @@ import pytest
 from gpt_pretrain.config.choices import AmaxComputeAlgo, Fp8Backend
 from gpt_pretrain.config.recipes import RECIPES, recipes_of
 from gpt_pretrain.megatron.model import translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.fp8 import resolve_fp8
 from gpt_pretrain.run.products import gemms, resolve
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import H200, spec_of
+from tests.refusals import compose_quickly
 
 # Learned positions: the fused rope of TE layers can be told only where TE is installed.
 GPT3 = ["model=gpt3_1_3b", "data=mock"]
 
 
 def settings_of(*overrides):
-    return resolve_fp8(load_config(overrides).model)
+    return resolve_fp8(compose_quickly(overrides).model)
 
 
 @pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
@@ -30,7 +30,7 @@ def test_nemos_override_string_breaks_no_rule(nemo, model, broken_rules):
 
 @pytest.mark.parametrize("nemo", [NEMO_FP8, NEMO_FP8_WITH_TE])
 def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_launcher):
-    config = load_config([*GPT3, *nemo])
+    config = compose_quickly([*GPT3, *nemo])
     check_machine(spec_of(config, H200))
     transformer = translate_transformer(spec_of(config, H200))
     fp8 = {f.name: getattr(transformer, f.name) for f in fields(transformer) if f.name.startswith("fp8")}
@@ -66,7 +66,7 @@ def test_nemos_override_string_reaches_every_field_of_megatron_core(nemo, no_lau
 def test_fp8_weights_and_their_gather_are_told_together_or_not_at_all(recipe, params, emulate):
     """One without the other trains weights that never change, or gathers BF16 silently."""
     overrides = [f"model.fp8_params={params}", f"model.fp8_emulate={emulate}"]
-    config = load_config([*GPT3, f"fp8={recipe.name}", *overrides])
+    config = compose_quickly([*GPT3, f"fp8={recipe.name}", *overrides])
     transformer = translate_transformer(spec_of(config, H200))
     ddp, optimizer = translate_ddp(spec_of(config, H200, shards=2)), translate_optimizer(spec_of(config, H200))
     told = params and not emulate
@@ -147,7 +147,7 @@ def test_without_a_recipe_each_engine_has_its_usual_one():
     ],
 )
 def test_layers_kept_out_at_both_ends(overrides, start, end):
-    config = load_config(["fp8=tensorwise", *overrides])
+    config = compose_quickly(["fp8=tensorwise", *overrides])
     run = resolve(config)
     settings = run.fp8
     assert (settings.num_layers_at_start_in_bf16, settings.num_layers_at_end_in_bf16) == (start, end)
@@ -169,7 +169,7 @@ def test_layers_kept_out_at_both_ends(overrides, start, end):
     ],
 )
 def test_patterns_keep_linear_layers_out(patterns, out):
-    config = load_config(["fp8=delayed", f"model.fp8_exclude={patterns}"])
+    config = compose_quickly(["fp8=delayed", f"model.fp8_exclude={patterns}"])
     found = {
         (x.layer, x.kind.rpartition("_")[2]) for x in resolve(config).linears if x.precision == "high" and x.layer >= 0
     }
@@ -178,7 +178,7 @@ def test_patterns_keep_linear_layers_out(patterns, out):
 
 def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_context_parallelism():
     """By hand: 8 query heads and 4 groups of 32 channels, width 256, SwiGLU of 384; TP 2, CP 2, 2 samples of 512."""
-    config = load_config(
+    config = compose_quickly(
         [
             "fp8=delayed",
             "parallelism=tp2_sp",
@@ -215,7 +215,7 @@ def test_shapes_on_one_rank_of_a_grouped_query_model_under_tensor_sequence_and_c
 
 def test_three_products_of_a_linear_layer():
     """y [t, out] = x [t, in] · wᵀ; dx [t, in] = dy [t, out] · w; dw [out, in] = dyᵀ [out, t] · x."""
-    config = load_config(["fp8=delayed", "model.fp8_wgrad=false", "model.fp8_emulate=true"])
+    config = compose_quickly(["fp8=delayed", "model.fp8_wgrad=false", "model.fp8_emulate=true"])
     fc2 = next(linear for linear in resolve(config).linears if linear.kind == "mlp.linear_fc2")
     tokens = 8 * 256
     assert [(gemm.phase, *astuple(gemm)[2:]) for gemm in gemms(fc2)] == [

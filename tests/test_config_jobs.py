@@ -460,11 +460,6 @@ def test_other_ranks_show_nothing(monkeypatch, capsys):
     assert "".join(capsys.readouterr()) == ""
 
 
-def test_the_entry_is_importable_without_side_effects():
-    program = "import sys, gpt_pretrain.__main__; print([m for m in ('torch', 'megatron') if m in sys.modules])"
-    assert run_ranks(1, ["-c", program]).stdout == "[]\n"
-
-
 def test_a_failed_job_does_not_stop_a_sweep_and_is_counted_at_its_end(tmp_path):
     missing = [f"[{tmp_path}/a.txt]", f"[{tmp_path}/b.txt]"]
     sweep = [f"model.data.text_files=choice({','.join(missing)})", f"hydra.sweep.dir={tmp_path}/sweep"]

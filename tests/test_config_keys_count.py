@@ -21,6 +21,7 @@ from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.rules.no_effect import given_without_effect, why_no_effect
 from gpt_pretrain.run.products import resolve
+from tests.emulated_training import RECOMPUTED
 from tests.forked_runs import fork_ranks
 from tests.platforms import CPU, H200, spec_of
 from tests.runs import small_run_arguments
@@ -63,11 +64,7 @@ TRANSLATED = {
     "tensorwise": ("fp8=tensorwise", "model.first_last_layers_bf16=true"),
     "TP 2": ("parallelism=tp2_sp",),
     "small states": ("model.use_distributed_optimizer=true", "model.optim.use_precision_aware_optimizer=true"),
-    "recomputation": (
-        "model.activations_checkpoint_granularity=full",
-        "model.activations_checkpoint_method=uniform",
-        "model.activations_checkpoint_num_layers=1",
-    ),
+    "recomputation": RECOMPUTED,
 }
 # Read only where something goes wrong, or at a resume: the same command starts a run and goes on with it.
 EXCEPTIONS = {

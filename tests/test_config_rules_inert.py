@@ -24,12 +24,7 @@ def jobs(*arguments):
 @pytest.mark.parametrize(
     ("key", "names", "without", "with_effect"),
     [
-        (
-            "model.optim.momentum=0.5",
-            "model.optim.momentum=0.5 model.optim.name=adam model.optim.betas",
-            (),
-            SGD,
-        ),
+        ("model.optim.momentum=0.5", "model.optim.momentum=0.5 model.optim.name=adam model.optim.betas", (), SGD),
         ("model.optim.betas.0=0.5", "model.optim.betas=[0.5,0.95] model.optim.name=sgd", SGD, ()),
         (
             "model.optim.store_param_remainders=true",

@@ -97,14 +97,8 @@ def test_the_rules_are_asked_about_the_ranks_that_a_job_will_have():
             [r"run_dir='/tmp/\'b\'${hydra:job.num}'"],
             "run_dir=\"/tmp/'b'0\" has characters that a job of Slurm cannot be given",
         ),
-        (
-            ["hydra.sweep.dir='/tmp/a\tb'"],
-            r"run_dir='/tmp/a\tb/1' has characters that a job of Slurm cannot be given",
-        ),
-        (
-            ["hydra.launcher.script=none.sbatch"],
-            "hydra.launcher.script=none.sbatch is not a file; start in",
-        ),
+        (["hydra.sweep.dir='/tmp/a\tb'"], r"run_dir='/tmp/a\tb/1' has characters that a job of Slurm cannot be given"),
+        (["hydra.launcher.script=none.sbatch"], "hydra.launcher.script=none.sbatch is not a file; start in"),
         (["name=${hydra:job.num}"], "${hydra:…} is of this sweep, and Slurm's job of one run does not know it"),
         (["model.hiden_size=64"], "model.hiden_size is not a key; did you mean model.hidden_size?"),
     ],

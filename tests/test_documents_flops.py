@@ -20,9 +20,9 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
 from gpt_pretrain.plan.document import WIDTH, print_plan
 from gpt_pretrain.plan.forecast import build_plan
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from tests.platforms import CPU
+from tests.refusals import compose_quickly
 from tests.runs import SMALL_RUN, run_small, small_corpus
 from tests.test_benchmark import H200, MEASURED
 
@@ -48,7 +48,7 @@ def test_a_run_counts_attention_by_the_lengths_of_its_documents(layout, tmp_path
     parallel = [f"parallelism={layout}", "model.micro_batch_size=2", "model.encoder_seq_length=256", paragraphs]
     metrics = run_small(2, tmp_path / "run", cache_dir, [*RUN, *parallel, "trainer.limit_val_batches=0"])
     small = [each for each in SMALL_RUN if not each.startswith("trainer.val_check_interval=")]
-    config = load_config([*small, *small_corpus(cache_dir), *RUN, *parallel, "trainer.limit_val_batches=0"])
+    config = compose_quickly([*small, *small_corpus(cache_dir), *RUN, *parallel, "trainer.limit_val_batches=0"])
     samples = num_train_samples(config)
     data, _ = build_datasets(config, prepare_corpus(config, show_progress=False), num_train_samples=samples)
     model = config.model
@@ -100,7 +100,7 @@ def results(squares):
 
 
 def test_the_benchmark_counts_the_documents_of_timed_steps():
-    config = load_config(["model=gpt2_124m", "fp8=delayed", MASKED])
+    config = compose_quickly(["model=gpt2_124m", "fp8=delayed", MASKED])
     model = config.model
     masked = compute_figures([[replace(MEASURED, attended=100.0)]], resolve(config), H200)
     plain = compute_figures([[MEASURED]], resolve(config), H200)
@@ -125,7 +125,7 @@ def test_a_stopwatch_leaves_warmup_steps_out(squares, expected, compose_config):
 def test_the_plan_says_what_lengths_it_assumed():
     def printed(*overrides):
         console = Console(file=io.StringIO(), width=WIDTH)
-        print_plan(build_plan(load_config(["model=gpt2_124m", "fp8=delayed", *overrides])), console)
+        print_plan(build_plan(compose_quickly(["model=gpt2_124m", "fp8=delayed", *overrides])), console)
         return " ".join(console.file.getvalue().split())
 
     assumed = "samples of one document each"

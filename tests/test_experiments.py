@@ -13,8 +13,8 @@ from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.plan.stages import plan_stages
 from gpt_pretrain.report.metrics_file import load_metrics
 from gpt_pretrain.rules.check import config_problems
-from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import fork_ranks
+from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance, loss_tolerance
 from tests.runs import small_corpus
 
@@ -106,7 +106,7 @@ def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8
     # BF16 weights beside their FP8 copies take the most.
     overrides = [f"experiment={experiment}", f"fp8={fp8}", "model.fp8_params=false", f"plan.gpu={gpu}"]
     assert broken_rules(*overrides, world_size=EXPERIMENTS[experiment][0], local_world_size=GPUS_OF_A_NODE) == []
-    config = load_config(overrides)
+    config = compose_quickly(overrides)
     planned = build_plan(config)
     assert planned.fits
     in_fp8 = {linear.module for linear in planned.linears if linear.precision == "FP8"}
@@ -117,7 +117,7 @@ def test_cluster_experiments_fit_and_their_shapes_are_legal(experiment, gpu, fp8
 def test_mixtral_fits_on_eight_h200_as_its_comment_says(fp8, broken_rules):
     overrides = ["experiment=mixtral_8x7b_8gpu", f"fp8={fp8}", "plan.gpu=h200"]
     assert broken_rules(*overrides, world_size=8, local_world_size=8) == []
-    config = load_config(overrides)
+    config = compose_quickly(overrides)
     planned = build_plan(config)
     assert planned.num_parameters == 46_702_792_704
     assert planned.fits
@@ -143,7 +143,7 @@ EXPERTS_MEMORY = 0.97
 )
 @pytest.mark.parametrize("fp8", ["none", "tensorwise"])
 def test_experts_fit_even_where_the_plan_errs_as_it_may(experiment, gpu, parameters, fp8):
-    config = load_config([f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"])
+    config = compose_quickly([f"experiment={experiment}", f"fp8={fp8}", f"plan.gpu={gpu}"])
     planned = build_plan(config)
     assert planned.num_parameters == parameters
     assert planned.memory.needed_gib / EXPERTS_MEMORY < planned.gpu.memory_gib
@@ -186,7 +186,7 @@ def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_con
 
 @pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])
 def test_the_8b_of_two_gpus_fits_as_its_comment_says(fp8, peak_gib):
-    config = load_config(["experiment=llama3_8b_2gpu", "plan.gpu=h200", *fp8])
+    config = compose_quickly(["experiment=llama3_8b_2gpu", "plan.gpu=h200", *fp8])
     planned = build_plan(config)
     assert planned.fits
     assert planned.memory.peak_gib == pytest.approx(peak_gib, rel=0.02)
@@ -195,11 +195,11 @@ def test_the_8b_of_two_gpus_fits_as_its_comment_says(fp8, peak_gib):
 @pytest.mark.parametrize("fp8", [["fp8=none"], ["fp8=delayed", "model.fp8_params=true"]])
 def test_every_layout_of_the_benchmark_is_legal_on_its_gpus(fp8):
     experiment = "experiment=llama3_8b_layouts"
-    config = load_config([experiment])
+    config = compose_quickly([experiment])
     assert [*benchmark_problems(config)] == []
     layouts = []
     for variant in read_variants(config, "benchmark"):
-        config = load_config([experiment, *fp8, *variant.overrides])
+        config = compose_quickly([experiment, *fp8, *variant.overrides])
         model, num_gpus = config.model, config.trainer.devices
         assert config_problems(config, rank_zero_of(num_gpus, local_world_size=num_gpus, launcher="torchrun")) == []
         sizes = (model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size)
@@ -235,7 +235,7 @@ def test_the_preset_of_the_readme_trains_on_eight_processes_as_on_one(tmp_path):
         metrics = load_metrics(run_dir)
         assert metrics.fp8_coverage is not None, "FP8 was proven"
         losses.append([record.loss for record in metrics.train])
-    model = load_config(run).model
+    model = compose_quickly(run).model
     for step, (ours, expected) in enumerate(zip(*losses, strict=True), start=1):
         # Data parallel ranks scale their own microbatches.
         tolerance = loss_tolerance(model, torch.float32, step) + fp8_anew_tolerance(model, step)
@@ -262,5 +262,5 @@ def test_the_default_model_learns_without_a_leap(tmp_path, cache_dir):
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_8gpu")])
 @pytest.mark.parametrize("fp8", ["none", "delayed"])
 def test_weights_of_eight_gpus_are_stored_as_layers_compute(experiment, fp8):
-    model = load_config([f"experiment={experiment}", f"fp8={fp8}"]).model
+    model = compose_quickly([f"experiment={experiment}", f"fp8={fp8}"]).model
     assert model.fp8_params is (fp8 != "none" and model.num_moe_experts is None)

@@ -12,7 +12,7 @@ from gpt_pretrain.fp8.delayed import Scaling
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.run.fp8 import resolve_fp8
-from tests.emulated_training import emulate, emulated_training
+from tests.emulated_training import RECOMPUTED, emulate, emulated_training
 
 LARGEST = {Role.input: 448.0, Role.weight: 448.0, Role.output_gradient: 57344.0}
 FP32_MAX = struct.unpack("f", struct.pack("I", 0x7F7FFFFF))[0]
@@ -164,13 +164,6 @@ def test_live_layers_scale_as_simulated(length, algorithm):
         assert watch.scales_read == 8 * 2 * (3 + 3) + 8 * 4 * 3 * 4
 
 
-RECOMPUTE = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
-
-
 @pytest.mark.parametrize("length", [2, 1024])
 def test_recomputed_activations_change_nothing(length):
     def run(*overrides):
@@ -180,6 +173,6 @@ def test_recomputed_activations_change_nothing(length):
             return losses, {name: layer.get_extra_state() for name, layer in training.layers().items()}
 
     losses, states = run()
-    recomputed_losses, recomputed_states = run(*RECOMPUTE)
+    recomputed_losses, recomputed_states = run(*RECOMPUTED)
     assert recomputed_losses == losses
     torch.testing.assert_close(recomputed_states, states, rtol=0, atol=0)

@@ -9,10 +9,10 @@ from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.fp8.proof import Proof, ProofError
 from gpt_pretrain.fp8.statistics import StatisticsCollector
 from gpt_pretrain.report.metrics_file import load_metrics
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.watches import ExpertWatch, Fp8Watch
 from tests.emulated_training import emulate, emulated_training
 from tests.expert_training import EXPERTS
+from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance
 from tests.runs import SMALL_RUN, run_small
 
@@ -221,7 +221,7 @@ def test_experts_in_fp8_go_on_over_two_ranks_proven_and_counted(tmp_path, cache_
     one = run_small(1, tmp_path / "one", cache_dir, [*RUN, "trainer.max_steps=6"])
     run_small(2, tmp_path / "run", cache_dir, [*RUN, counted, "trainer.max_steps=6", "parallelism=ep2"])
     metrics = load_metrics(tmp_path / "run")
-    anew = fp8_anew_tolerance(load_config([*SMALL_RUN, *RUN]).model, step=2)
+    anew = fp8_anew_tolerance(compose_quickly([*SMALL_RUN, *RUN]).model, step=2)
     assert losses(metrics)[4:] == pytest.approx(losses(one)[4:], rel=anew)
     assert metrics.fp8_coverage.gemm_flops_share == one.fp8_coverage.gemm_flops_share
     layers = {tensor.layer for record in metrics.fp8 for tensor in record.tensors}

@@ -4,18 +4,15 @@ What they do not make the same, there as here: current and block scaling scale t
 are split along features, by each rank's own part; data parallel ranks see other microbatches than one process does.
 """
 
-import os
-
 import pytest
 import torch
-from filelock import FileLock
 
 from gpt_pretrain.config.choices import Fp8Backend
 from gpt_pretrain.config.recipes import recipes_of
 from gpt_pretrain.fp8.gemms import Role
-from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulate, emulated_training, observed_training
 from tests.forked_runs import fork_ranks
+from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance, fp8_loss_tolerance
 
 TORCHAO = tuple(recipe.preset for recipe in recipes_of(Fp8Backend.torchao))
@@ -34,7 +31,7 @@ LAUNCHES = (
     ("dp:delayed:resume", "dp:torchao_tensorwise:own", *(f"dp:{recipe}:resume" for recipe in TORCHAO)),
     ("pp2:delayed", "pp2:torchao_tensorwise:own", *(f"pp2:{recipe}" for recipe in TORCHAO)),
 )
-MODEL = load_config(TINY).model
+MODEL = compose_quickly(TINY).model
 LOSS_TOLERANCE = fp8_loss_tolerance(MODEL)
 ROUNDED_ANEW_TOLERANCE = fp8_anew_tolerance(MODEL)
 QKV = "decoder.layers.0.self_attention.linear_qkv"
@@ -48,21 +45,16 @@ SPLIT = {
 }
 
 
+def launch(folder):
+    for cases in LAUNCHES:
+        done = fork_ranks(2, ["tests/programs/emulated_layouts.py", str(folder), *cases])
+        assert done.returncode == 0, done.stderr[-4000:]
+
+
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(made_once):
     """What both ranks saw, by "LAYOUT.RECIPE"."""
-    # pytest's own processes share the launches: whoever comes first runs them.
-    shared = (
-        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    )
-    folder = shared / "emulated_layouts"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            unfinished = tmp_path_factory.mktemp("layouts")
-            for cases in LAUNCHES:
-                done = fork_ranks(2, ["tests/programs/emulated_layouts.py", str(unfinished), *cases])
-                assert done.returncode == 0, done.stderr[-4000:]
-            unfinished.rename(folder)
+    folder = made_once("emulated_layouts", launch)
     names = {path.name.rsplit(".", 2)[0] for path in folder.glob("*.pt")}
     return {name: [torch.load(folder / f"{name}.{rank}.pt") for rank in (0, 1)] for name in names}
 

@@ -1,6 +1,6 @@
 """Healthy runs that look wrong: rounding errors add up, vanish or have no size. No proof may stop one, or warn.
 
-Each case changes the weights of a tiny GPT, and trains and proves three steps of it.
+Each case changes the weights of a tiny GPT, and trains and proves two steps of it, or three where histories go on.
 """
 
 from collections.abc import Callable
@@ -105,7 +105,7 @@ def test_a_healthy_run_passes(case: str, recipe: str) -> None:
     told: list[Any] = []
     with emulated_training(*RECIPES[recipe], *overrides) as training:
         change(training)
-        for number in range(3):
+        for number in range(3 if recipe.startswith("delayed") else 2):
             told += prove(training, step=number).warnings
     assert [warning for warning in told if not (may_be_exact and "changed by rounding" in warning)] == []
 
@@ -114,10 +114,10 @@ def test_a_healthy_run_passes(case: str, recipe: str) -> None:
 def test_the_step_after_a_validation_is_proven_on_several_ranks(layout, tmp_path, cache_dir):
     """Each rank's histories begin the step with the amaxes of the samples that it has validated."""
     run = ["fp8=delayed", "model.fp8_emulate=true", f"parallelism={layout}", "logging.fp8_proof_interval=1"]
-    validations = ["trainer.val_check_interval=2", "trainer.limit_val_batches=4", "trainer.max_steps=8"]
+    validations = ["trainer.val_check_interval=2", "trainer.limit_val_batches=4", "trainer.max_steps=5"]
     arguments = small_run_arguments(tmp_path / "run", cache_dir, [*run, *validations, "model.hidden_size=64"])
     done = fork_ranks(2, arguments)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert [(proof.step, proof.warnings) for proof in load_metrics(tmp_path / "run").fp8_proofs] == [
-        (step, ()) for step in range(1, 9)
+        (step, ()) for step in range(1, 6)
     ]

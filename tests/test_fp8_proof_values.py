@@ -12,7 +12,7 @@ from gpt_pretrain.fp8.casts import Directions
 from gpt_pretrain.fp8.gemms import Phase, Role
 from gpt_pretrain.fp8.proof import ProofError
 from tests import sabotages
-from tests.emulated_training import emulate, emulated_training
+from tests.emulated_training import RECOMPUTED, emulate, emulated_training
 from tests.forked_runs import fork_ranks
 from tests.sabotages import (
     LAYER,
@@ -29,11 +29,6 @@ from tests.sabotages import (
 
 DELAYED, TENSORWISE, BLOCKWISE = emulate("delayed"), emulate("tensorwise"), emulate("blockwise")
 ROWWISE, ROWWISE_GW_HP = emulate("torchao_rowwise"), emulate("torchao_rowwise_with_gw_hp")
-RECOMPUTED = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 FC1, FC2, PROJ = "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj"
 
 

@@ -1,5 +1,7 @@
 """The bounds of a result, held against simulated tensor cores: what they lose passes, and what is wrong is told."""
 
+from functools import cache
+
 import pytest
 import torch
 
@@ -7,8 +9,8 @@ from gpt_pretrain.fp8.cast_checks import Checks
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role, Sums
 from gpt_pretrain.fp8.results import check_result
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.jobs import load_config
-from gpt_pretrain.run.fp8 import resolve_fp8
+from gpt_pretrain.run.fp8 import Fp8Settings, resolve_fp8
+from tests.refusals import compose_quickly
 from tests.tensor_cores import multiply
 
 ROWS, COLUMNS = 48, 32
@@ -57,6 +59,11 @@ def cast(values):
     return (values * scale).to(torch.float8_e4m3fn), scale
 
 
+@cache
+def settings() -> Fp8Settings:
+    return resolve_fp8(compose_quickly(["fp8=tensorwise"]).model)
+
+
 def checked(first, second, *, split, change=lambda result: result):
     """The differences of a forward product that simulated tensor cores computed, given values [n, k] and [m, k]."""
     install_cpu_device()
@@ -69,7 +76,7 @@ def checked(first, second, *, split, change=lambda result: result):
     output = change(exact).float()
     sums = Sums.split if split else Sums.unsplit
     product = Product(phase=Phase.forward, operands=operands, output=output, sums=sums)
-    checks = Checks(resolve_fp8(load_config(["fp8=tensorwise"]).model), 0)
+    checks = Checks(settings(), 0)
     check_result(checks, "layer", product, output, 0)
     return list(checks.differences())
 

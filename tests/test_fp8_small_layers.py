@@ -11,13 +11,13 @@ from gpt_pretrain.config.load import config_to_yaml, load_saved_config
 from gpt_pretrain.config.recipes import RECIPES
 from gpt_pretrain.fp8.proof import ProofError
 from gpt_pretrain.plan.document import print_plan
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import resolve
 from gpt_pretrain.training.header import describe_fp8
 from tests import sabotages
 from tests.emulated_training import emulate, emulated_training
 from tests.planning import plan_of
 from tests.platforms import spec_of
+from tests.refusals import compose_quickly
 from tests.runs import run_small
 
 AUTO = "model.fp8_exclude=auto"
@@ -63,7 +63,7 @@ def test_torchao_has_no_filter_for_the_recipes_that_refuse_it():
 )
 def test_sizes_are_those_of_a_ranks_weight(recipe, tp, out):
     overrides = [f"fp8=torchao_{recipe}", "model=llama3_8b", f"model.tensor_model_parallel_size={tp}"]
-    run = resolve(load_config([*overrides, "model.num_layers=2", AUTO]))
+    run = resolve(compose_quickly([*overrides, "model.num_layers=2", AUTO]))
     found = [linear.module for linear in run.kept_out]
     assert found == [name for name in (x.module for x in run.linears) if name.rpartition(".")[2] in out]
     assert {linear.reason for linear in run.kept_out} <= {"too small to gain (model.fp8_exclude=auto)"}
@@ -71,11 +71,11 @@ def test_sizes_are_those_of_a_ranks_weight(recipe, tp, out):
 
 def test_patterns_stand_beside_it_and_a_saved_run_says_the_same(tmp_path):
     command = [TENSORWISE, *WIDE, "model.num_layers=2", "model.fp8_exclude=[auto,'decoder.layers.1.mlp.*']"]
-    config = load_config(command)
+    config = compose_quickly(command)
     reasons = {linear.module: linear.reason for linear in resolve(config).kept_out}
     assert reasons["decoder.layers.1.mlp.linear_fc1"] == "model.fp8_exclude"
     assert len(reasons) == 7
-    for written, expected in ((config, config), (load_config([TENSORWISE, *WIDE, AUTO]), None)):
+    for written, expected in ((config, config), (compose_quickly([TENSORWISE, *WIDE, AUTO]), None)):
         path = tmp_path / "config.yaml"
         path.write_text(config_to_yaml(written))
         assert load_saved_config(path) == (expected or written)
@@ -94,7 +94,7 @@ def test_header_and_plan_name_what_is_left_out_and_why(overrides, told):
     plan = plan_of(*overrides)
     # Wide enough that nothing is broken over lines.
     print_plan(plan, Console(file=output, width=400, highlight=False))
-    for text in (describe_fp8(spec_of(load_config(list(overrides)))), " ".join(output.getvalue().split())):
+    for text in (describe_fp8(spec_of(compose_quickly(list(overrides)))), " ".join(output.getvalue().split())):
         assert [word for word in told if word not in text.replace("│", "").replace("  ", "")] == []
 
 

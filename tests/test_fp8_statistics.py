@@ -13,10 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_pretrain.fp8.delayed import delayed_state
 from gpt_pretrain.fp8.gemms import OPERANDS, Fp8Operand, Operand, Phase, Product, Role
-from gpt_pretrain.fp8.statistics import (
-    StatisticsCollector,
-    TensorStatistics,
-)
+from gpt_pretrain.fp8.statistics import StatisticsCollector, TensorStatistics
 from gpt_pretrain.run.products import resolve
 from gpt_pretrain.training.watches import Fp8Watch
 from tests.forked_runs import fork_ranks
@@ -143,13 +140,7 @@ def test_shares_are_means_over_the_values_of_all_microbatches_and_weights_count_
     found = observed(collector, *products)
 
     # In forward order of the model, whatever the order of the calls.
-    assert list(found) == [
-        (FC1, "input"),
-        (FC1, "weight"),
-        (FC2, "input"),
-        (FC2, "weight"),
-        (FC2, "output_gradient"),
-    ]
+    assert list(found) == [(FC1, "input"), (FC1, "weight"), (FC2, "input"), (FC2, "weight"), (FC2, "output_gradient")]
     whole = {"layer": FC2, "amax_history_used": None, "smallest": 0.0, "lagging": None}
     one_scale = {"scale_min": 1.0, "scale_max": 1.0}
     assert found[FC2, "input"] == TensorStatistics(

@@ -8,10 +8,10 @@ from gpt_pretrain.checkpoint.load import load_weights, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.megatron.stored_weights import StoredWeight
-from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import TINY, emulate, emulated_training, save_checkpoint
 from tests.forked_runs import fork_ranks
 from tests.optimizer_states import LEAN, SMALLEST
+from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance
 from tests.sabotages import prove
 from tests.saved_models import FAMILIES, saved_model
@@ -95,7 +95,9 @@ def test_pipeline_stages_have_the_weights_of_one_process_bit_for_bit(two_ranks, 
 def test_tensor_parallel_ranks_scale_their_own_parts(two_ranks, one_process):
     """As they do where each microbatch casts BF16 weights: TorchAO's layers know nothing of other ranks."""
     for seen in two_ranks["tp2"]:
-        assert seen["losses"] == pytest.approx(one_process["losses"], rel=fp8_anew_tolerance(load_config(TINY).model))
+        assert seen["losses"] == pytest.approx(
+            one_process["losses"], rel=fp8_anew_tolerance(compose_quickly(TINY).model)
+        )
         for weight in seen["weights"].values():
             codes, scale = torchaos_cast(weight["master"])
             assert torch.equal(weight["codes"].view(-1), codes)
@@ -129,7 +131,7 @@ def test_torchaos_own_products_read_the_codes(one_process):
     with emulated_training(*on_hardware, torchao={"compiled": False}) as training:
         seen = observed(training)
     # Roundings to BF16 move values of activations to other codes.
-    assert seen["losses"] == pytest.approx(one_process["losses"], rel=fp8_anew_tolerance(load_config(TINY).model))
+    assert seen["losses"] == pytest.approx(one_process["losses"], rel=fp8_anew_tolerance(compose_quickly(TINY).model))
 
 
 def test_masters_of_fewer_bytes_are_cast_too():

@@ -11,17 +11,13 @@ import torch
 from gpt_pretrain.fp8.gemms import OPERANDS, Operand, Phase, Product
 from gpt_pretrain.fp8.observer import WatchedProducts, differences_of_ranks, observe_products
 from gpt_pretrain.fp8.proof import ProofError
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import EXPERT_FC1, QKV, resolve
 from gpt_pretrain.training.header import describe_fp8
 from tests.emulated_training import emulated_training
 from tests.platforms import H200, spec_of
+from tests.refusals import compose_quickly
 
-PLANNED = {
-    Phase.forward: ("e4m3", "e4m3"),
-    Phase.dgrad: ("e5m2", "e4m3"),
-    Phase.wgrad: ("e5m2", "e4m3"),
-}
+PLANNED = {Phase.forward: ("e4m3", "e4m3"), Phase.dgrad: ("e5m2", "e4m3"), Phase.wgrad: ("e5m2", "e4m3")}
 BF16 = ("bfloat16", "bfloat16")
 EXPERTS, ATTENTION = f"decoder.layers.1.{EXPERT_FC1}", f"decoder.layers.0.{QKV}"
 
@@ -34,7 +30,7 @@ def product(phase, formats):
 @pytest.fixture(scope="module")
 def ranks_with():
     """Each rank computes all products as planned, but for those that a test replaces: by formats, "idle" or None."""
-    run = resolve(load_config(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]))
+    run = resolve(compose_quickly(["model=moe_small", "fp8=tensorwise", "model.num_layers=2"]))
     settings = run.fp8
     planned = {linear.module: linear for linear in run.linears if linear.layer >= 0}
     assert {EXPERTS, ATTENTION} <= set(planned)
@@ -174,7 +170,7 @@ def test_the_observer_tells_only_of_products_that_are_asked_for(grouped_linear):
 def test_a_run_whose_layers_are_replayed_says_that_only_its_first_step_is_proven(graphs):
     overrides = ["model=gpt2_124m", "model.micro_batch_size=4", "model.global_batch_size=8", "fp8=tensorwise"]
     spec = spec_of(
-        load_config([*overrides, "data=mock", *([f"model.cuda_graph_impl={graphs}"] if graphs else [])]), H200
+        compose_quickly([*overrides, "data=mock", *([f"model.cuda_graph_impl={graphs}"] if graphs else [])]), H200
     )
     assert (spec.kernels.cuda_graph_impl is None) == (graphs is not None)
     assert ("model.cuda_graph_impl=none" in describe_fp8(spec)) == (graphs is None)

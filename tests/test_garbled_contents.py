@@ -151,11 +151,7 @@ def other_numbers(change):
     return plant
 
 
-GARBAGE = {
-    "garbage": written_as(b"\xff\x00"),
-    "deep": written_as(b"[" * 100_000),
-    "empty": written_as(b""),
-}
+GARBAGE = {"garbage": written_as(b"\xff\x00"), "deep": written_as(b"[" * 100_000), "empty": written_as(b"")}
 CACHED = {
     "scans/*.json": {
         **GARBAGE,

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
+from tests.emulated_training import RECOMPUTED
 from tests.launching import gpu_environment, run_ranks
 from tests.nemo import NEMO_FP8_WITH_TE
 from tests.runs import SMALL_GPU_RUN, run_small, small_run_arguments
@@ -32,12 +33,7 @@ RUNS = {
     "tensorwise ends in bf16": ("fp8=tensorwise", "model.first_last_layers_bf16=true"),
     "blockwise": ("fp8=blockwise",),
     "blockwise stored": ("fp8=blockwise", STORED),
-    "delayed recomputed": (
-        "fp8=delayed",
-        "model.activations_checkpoint_granularity=full",
-        "model.activations_checkpoint_method=uniform",
-        "model.activations_checkpoint_num_layers=1",
-    ),
+    "delayed recomputed": ("fp8=delayed", *RECOMPUTED),
     "delayed attention": ("fp8=delayed", "model.fp8_dot_product_attention=true", "model.kv_channels=128"),
 }
 

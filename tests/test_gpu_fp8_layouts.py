@@ -119,10 +119,7 @@ def test_fp8_weights_are_gathered_in_half_the_bytes():
     # Weights of linear layers: 2·(4096·6144 + 4096² + 3·4096·14336). Embedding, LM head and norms stay in BF16.
     weights, others = 436_207_616, 2 * 128_256 * 4096 + 5 * 4096
     assert gathered() == {"torch.bfloat16": pytest.approx(2 * (weights + others), rel=1e-3)}
-    stored = {
-        "torch.uint8": pytest.approx(weights, rel=1e-3),
-        "torch.bfloat16": pytest.approx(2 * others, rel=1e-3),
-    }
+    stored = {"torch.uint8": pytest.approx(weights, rel=1e-3), "torch.bfloat16": pytest.approx(2 * others, rel=1e-3)}
     assert gathered("fp8=delayed", STORED) == stored
     assert gathered("fp8=tensorwise", STORED) == stored
     assert gathered("fp8=torchao_tensorwise", STORED) == stored

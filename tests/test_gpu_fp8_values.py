@@ -9,6 +9,7 @@ from gpt_pretrain.fp8.comparisons import OPERANDS_OF_WGRAD
 from gpt_pretrain.fp8.gemms import Phase
 from gpt_pretrain.fp8.proof import Proof, ProofError
 from tests import te_training as te
+from tests.emulated_training import RECOMPUTED
 from tests.sabotages import LAYER, layer_of, prove, prove_steps, told_by_proof
 
 pytestmark = pytest.mark.gpu
@@ -17,11 +18,6 @@ STORED = "model.fp8_params=true"
 FUSED, SEPARATE = (f"model.activation_cast_fusion={fused}" for fused in ("true", "false"))
 GPT2 = ("model=gpt2_124m", "model.num_layers=2")
 EXPERTS = ("model.num_moe_experts=4", "model.moe_ffn_hidden_size=256", "model.init_method_std=0.05")
-RECOMPUTED = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 FC1, FC2, PROJ, QKV = "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj", "self_attention.linear_qkv"
 
 
@@ -127,12 +123,7 @@ OF_A_LAYER = {
         lambda layer: setattr(te.quantizer(layer, "bwd"), "amax_epsilon", 1.0),
         "scale of the output gradient",
     ),
-    "blocks of another shape": (
-        "blockwise",
-        PROJ,
-        te.cast_weight_in_rows,
-        "scales of the weight in forward",
-    ),
+    "blocks of another shape": ("blockwise", PROJ, te.cast_weight_in_rows, "scales of the weight in forward"),
     "other values": (
         "tensorwise",
         PROJ,

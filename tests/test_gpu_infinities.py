@@ -6,6 +6,7 @@ import torch
 from gpt_pretrain.kernels.fp8_codes_triton import search_blocks
 from gpt_pretrain.megatron.layers import GraphedLayer
 from gpt_pretrain.megatron.whole_layers import release_graphs
+from tests.emulated_training import RECOMPUTED
 from tests.sabotages import layer_of
 from tests.te_training import te_training
 
@@ -23,11 +24,7 @@ RECIPES = {
     "tensorwise fused": ("model.activation_cast_fusion=true",),
     "tensorwise experts": EXPERTS,
     "blockwise experts": EXPERTS,
-    "tensorwise recomputed": (
-        "model.activations_checkpoint_granularity=full",
-        "model.activations_checkpoint_method=uniform",
-        "model.activations_checkpoint_num_layers=1",
-    ),
+    "tensorwise recomputed": RECOMPUTED,
 }
 FC1, FC2, PROJ = "mlp.linear_fc1", "mlp.linear_fc2", "self_attention.linear_proj"
 

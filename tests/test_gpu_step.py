@@ -11,6 +11,7 @@ from gpt_pretrain.training.setup import set_up
 from gpt_pretrain.training.stop import StopRequest
 from gpt_pretrain.training.trainer import Trainer
 from gpt_pretrain.training.watchdog import Watchdog
+from tests.emulated_training import RECOMPUTED
 from tests.optimizer_states import LEAN, SMALLEST
 from tests.platforms import spec_of
 
@@ -32,11 +33,6 @@ SMALL = (
     "trainer.limit_val_batches=0",
     "checkpoint.save_at_end=false",
 )
-FULL_RECOMPUTE = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +43,7 @@ FULL_RECOMPUTE = (
         pytest.param(["model=tiny", "parallelism=dp"], id="distributed optimizer"),
         pytest.param(["model=tiny", *LEAN, *SMALLEST], id="small states"),
         pytest.param(["model=tiny", "model.cuda_graph_impl=local"], id="graphs"),
-        pytest.param(["model=tiny", *FULL_RECOMPUTE], id="full recompute"),
+        pytest.param(["model=tiny", *RECOMPUTED], id="full recompute"),
         pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),
     ],
 )

@@ -23,12 +23,7 @@ SHORT = (
 )
 DELAYED = emulate("delayed")
 # All four experts: of scores that FP8 rounds, a token's two best may be others in each layout.
-EXPERTS = (
-    *emulate("tensorwise"),
-    "model.num_moe_experts=4",
-    "model.moe_ffn_hidden_size=96",
-    "model.moe_router_topk=4",
-)
+EXPERTS = (*emulate("tensorwise"), "model.num_moe_experts=4", "model.moe_ffn_hidden_size=96", "model.moe_router_topk=4")
 
 
 @pytest.fixture(scope="module")

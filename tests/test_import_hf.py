@@ -50,12 +50,7 @@ CASES = {
         theta=1e6,
         epsilon=1e-6,
         head_width=24,
-        experts={
-            "num_experts": 6,
-            "num_experts_per_tok": 3,
-            "moe_intermediate_size": 48,
-            "norm_topk_prob": True,
-        },
+        experts={"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 48, "norm_topk_prob": True},
     ),
     "smollm3": llama(
         "smollm3_3b", "SmolLM3", groups=2, theta=2e6, epsilon=1e-6, head_width=24, experts={"no_rope_layer_interval": 2}

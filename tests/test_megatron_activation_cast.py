@@ -15,10 +15,10 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import LocalLayers
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 from tests.test_megatron_platform import launched
 
 ASKED = "model.activation_cast_fusion=true"
@@ -49,19 +49,13 @@ def test_the_kernels_interpreted_compute_what_torch_does():
         (("fp8=delayed", "model.activation=gelu"), "model.activation=gelu"),
         (("fp8=delayed", "model.activation=squared_relu"), "model.activation=squared_relu"),
         (("fp8=delayed", "model.bias=true"), "model.bias=true"),
-        (
-            ("fp8=delayed", "model.bias_activation_fusion=false"),
-            "model.bias_activation_fusion=false",
-        ),
+        (("fp8=delayed", "model.bias_activation_fusion=false"), "model.bias_activation_fusion=false"),
         (("fp8=tensorwise", "model=moe_small"), "model.num_moe_experts=4"),
         (
             ("fp8=delayed", "model.activations_checkpoint_granularity=selective"),
             "model.activations_checkpoint_granularity=selective",
         ),
-        (
-            ("fp8=tensorwise", "model.cuda_graph_impl=local"),
-            "model.cuda_graph_impl=local",
-        ),
+        (("fp8=tensorwise", "model.cuda_graph_impl=local"), "model.cuda_graph_impl=local"),
         *(
             ((recipe, *kept_out), said)
             for recipe, kept_out, said in (
@@ -93,7 +87,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert f" {named}: " in message
     assert message.endswith("use null or false")
     assert broken_rules(*start, *overrides) == []
-    assert not spec_of(load_config([*start, *overrides]), H200).kernels.features["activation_cast_fusion"]
+    assert not spec_of(compose_quickly([*start, *overrides]), H200).kernels.features["activation_cast_fusion"]
 
 
 def test_one_layer_with_both_projections_in_fp8_is_enough(broken_rules):
@@ -110,7 +104,7 @@ def test_layers_have_the_casting_mlp_where_it_is_planned_alone(monkeypatch, fuse
     """On local layers in place of Transformer Engine's, which are not everywhere; both name their MLP the same way."""
     monkeypatch.setattr(layers, "get_gpt_layer_with_transformer_engine_spec", lambda **_: get_gpt_layer_local_spec())
     install_cpu_device()
-    config = load_config(
+    config = compose_quickly(
         ["model=gpt3_1_3b", "data=mock", "fp8=delayed", "model.num_layers=2", f"model.activation_cast_fusion={fused}"]
     )
     run = spec_of(config, H200)
@@ -133,7 +127,7 @@ def test_what_only_the_separate_activation_knows_is_refused(given):
 @pytest.mark.parametrize("model", ["llama3_8b", "gpt3_1_3b"])
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_planned_where_it_is_asked_for(model, recipe):
-    config = load_config(["data=mock", f"model={model}", f"fp8={recipe}", ASKED])
+    config = compose_quickly(["data=mock", f"model={model}", f"fp8={recipe}", ASKED])
     check_machine(spec_of(config, H200, launched()))
     assert spec_of(config, H200).kernels.features["activation_cast_fusion"]
     blackwell = replace(H200, device_name="NVIDIA B200", compute_capability=(10, 0))

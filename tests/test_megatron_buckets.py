@@ -3,8 +3,8 @@
 import pytest
 
 from gpt_pretrain.config.derived import ddp_bucket_size
-from gpt_pretrain.rules.jobs import load_config
 from tests.emulated_training import emulated_training
+from tests.refusals import compose_quickly
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from tests.emulated_training import emulated_training
     ],
 )
 def test_a_model_is_exchanged_in_some_sixteen_parts_of_a_size_that_pays(overrides, num_shards, expected):
-    assert ddp_bucket_size(load_config(["data=mock", "parallelism=dp", *overrides]).model, num_shards) == expected
+    assert ddp_bucket_size(compose_quickly(["data=mock", "parallelism=dp", *overrides]).model, num_shards) == expected
 
 
 @pytest.mark.parametrize(("overrides", "expected"), [((), 40_000_000), (("model.ddp_bucket_size=2000",), 2000)])

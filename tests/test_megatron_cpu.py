@@ -19,8 +19,8 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import TorchNorm
 from gpt_pretrain.megatron.model import translate_transformer
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.jobs import load_config
 from tests.platforms import spec_of
+from tests.refusals import compose_quickly
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device, which is used as it is")
 
@@ -32,7 +32,7 @@ def cpu_device() -> None:
 
 @pytest.fixture
 def groups() -> Iterator[Config]:
-    config = load_config(["data=mock"])
+    config = compose_quickly(["data=mock"])
     with process_groups(config.model, read_launch({}), detect_platform()):
         yield config
 
@@ -187,7 +187,7 @@ def test_recomputed_activations_drop_the_same_values(groups: Config) -> None:
 @pytest.mark.parametrize(("layout", "marked"), [("tp2", False), ("tp2_sp", True)])
 @pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
 def test_norm_tells_whether_the_sequence_is_split(layout: str, marked: bool, normalization: str) -> None:
-    config = load_config(["data=mock", f"parallelism={layout}", f"model.normalization={normalization}"])
+    config = compose_quickly(["data=mock", f"parallelism={layout}", f"model.normalization={normalization}"])
     platform = detect_platform()
     norm: Any = TorchNorm(translate_transformer(spec_of(config, platform)), 8, 1e-5)
     parameters = dict(norm.named_parameters())
@@ -197,7 +197,7 @@ def test_norm_tells_whether_the_sequence_is_split(layout: str, marked: bool, nor
 
 @pytest.mark.parametrize("normalization", ["layernorm", "rmsnorm"])
 def test_norm_computes_its_formula(normalization: str) -> None:
-    config = load_config(["data=mock", f"model.normalization={normalization}"])
+    config = compose_quickly(["data=mock", f"model.normalization={normalization}"])
     platform = detect_platform()
     norm: Any = TorchNorm(translate_transformer(spec_of(config, platform)), 4, 0.1)
     x = [1.0, 2.0, 4.0, -3.0]

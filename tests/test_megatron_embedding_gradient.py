@@ -5,11 +5,11 @@ import torch
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.embedding_gradient import embedding_class
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.emulated_training import emulated_training
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 from tests.test_megatron_platform import launched
 
 ACCUMULATED = "model.gradient_accumulation_fusion=true"
@@ -54,18 +54,9 @@ def test_rows_of_tokens_grow_and_no_others(tied):
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ("model.gradient_accumulation_fusion=false",),
-            "model.gradient_accumulation_fusion=false",
-        ),
-        (
-            (BF16, IN_BF16),
-            "model.grad_reduce_in_fp32=false",
-        ),
-        (
-            ("model=gpt2_124m", "model.cuda_graph_impl=local"),
-            "model.cuda_graph_impl=local",
-        ),
+        (("model.gradient_accumulation_fusion=false",), "model.gradient_accumulation_fusion=false"),
+        ((BF16, IN_BF16), "model.grad_reduce_in_fp32=false"),
+        (("model=gpt2_124m", "model.cuda_graph_impl=local"), "model.cuda_graph_impl=local"),
     ],
 )
 def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named):
@@ -77,10 +68,10 @@ def test_refused_beside_what_it_does_not_go_with(broken_rules, overrides, named)
 
 
 def test_needs_gradients_added_in_products():
-    asked = load_config(["data=mock", ASKED])
+    asked = compose_quickly(["data=mock", ASKED])
     assert spec_of(asked, H200).kernels.features["embedding_gradient_fusion"]
     check_machine(spec_of(asked, H200, launched()))
-    check_machine(spec_of(load_config(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
+    check_machine(spec_of(compose_quickly(["data=mock", ASKED, ACCUMULATED]), CPU, launched()))
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(asked, CPU, launched()))
     message = str(refused.value)

@@ -11,11 +11,10 @@ import torch
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.flash_attention import FlashAttention
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from tests.attention import SCALE, SHAPES, attention_in_fp64, check_against_fp64, make_inputs
 from tests.platforms import CPU, H200, INSTALL_FLASH, spec_of
-from tests.refusals import check_told
+from tests.refusals import check_told, compose_quickly
 
 ASKED = "model.use_flash_attention=true"
 WITH_FLASH = replace(H200, libraries={"flash_attention": "4.0.0b36"})
@@ -202,7 +201,7 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert message.startswith(f"{ASKED} ")
     assert f" {named}: " in message
     assert message.endswith("use null or false")
-    assert not spec_of(load_config([*LLAMA, *overrides]), WITH_FLASH).kernels.features["use_flash_attention"]
+    assert not spec_of(compose_quickly([*LLAMA, *overrides]), WITH_FLASH).kernels.features["use_flash_attention"]
 
 
 @pytest.mark.parametrize(
@@ -223,12 +222,12 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
 )
 def test_a_machine_without_it_refuses_and_null_does_without(platform, why):
     # Heads that only Hopper takes.
-    config = load_config([*LLAMA, "model.kv_channels=192", ASKED])
+    config = compose_quickly([*LLAMA, "model.kv_channels=192", ASKED])
     with pytest.raises(ConfigError) as refused:
         check_machine(spec_of(config, platform))
     (problem,) = (each for each in refused.value.problems if ASKED in each)
     check_told(problem, [ASKED, why])
-    unasked = load_config([*LLAMA])
+    unasked = compose_quickly([*LLAMA])
     check_machine(spec_of(unasked, platform))
     assert not spec_of(unasked, platform).kernels.features["use_flash_attention"]
 
@@ -236,12 +235,12 @@ def test_a_machine_without_it_refuses_and_null_does_without(platform, why):
 def test_one_that_is_installed_and_does_not_load_is_told():
     broken = replace(H200, library_problems={"flash_attention": "OSError: libcute_dsl_runtime.so is missing"})
     with pytest.raises(ConfigError, match=r"cannot be used here: OSError: libcute_dsl_runtime\.so is missing; use"):
-        check_machine(spec_of(load_config([*LLAMA, ASKED]), broken))
+        check_machine(spec_of(compose_quickly([*LLAMA, ASKED]), broken))
     for without in ("model.kv_channels=64", "model.fused_single_qkv_rope=false", "model.transformer_engine=false"):
-        assert machine_notes(spec_of(load_config([*LLAMA, without]), broken)) == []
+        assert machine_notes(spec_of(compose_quickly([*LLAMA, without]), broken)) == []
     told = "Attention is Transformer Engine's, not FlashAttention-4: OSError: libcute_dsl_runtime.so is missing"
-    assert machine_notes(spec_of(load_config([*LLAMA]), broken)) == [told]
-    assert machine_notes(spec_of(load_config([*LLAMA, "model.use_flash_attention=false"]), broken)) == []
+    assert machine_notes(spec_of(compose_quickly([*LLAMA]), broken)) == [told]
+    assert machine_notes(spec_of(compose_quickly([*LLAMA, "model.use_flash_attention=false"]), broken)) == []
 
 
 @pytest.mark.parametrize(
@@ -280,7 +279,7 @@ def test_a_package_that_does_not_load_says_why(package, monkeypatch):
 def test_null_takes_it_where_it_was_measured():
     blackwell = replace(WITH_FLASH, device_name="NVIDIA B200", compute_capability=(10, 0))
     for overrides in ([], ["fp8=delayed"], ["fp8=tensorwise", "model.tensor_model_parallel_size=2"]):
-        config = load_config([*LLAMA, *overrides])
+        config = compose_quickly([*LLAMA, *overrides])
         assert spec_of(config, WITH_FLASH).kernels.features["use_flash_attention"]
         assert not spec_of(config, blackwell).kernels.features["use_flash_attention"]
         off = replace(config, model=replace(config.model, use_flash_attention=False))
@@ -291,13 +290,13 @@ def test_null_takes_it_where_it_was_measured():
         "model.fused_single_qkv_rope=false",
         "model.activations_checkpoint_granularity=selective",
     ):
-        assert not spec_of(load_config([*LLAMA, unmeasured]), WITH_FLASH).kernels.features["use_flash_attention"]
+        assert not spec_of(compose_quickly([*LLAMA, unmeasured]), WITH_FLASH).kernels.features["use_flash_attention"]
     # Without rotation queries, keys and values are parts of one tensor, if heads share no keys.
     for model in ("gpt3_1_3b", "gpt2_124m"):
         gpt = f"model={model}", "data=mock"
-        assert spec_of(load_config([*gpt]), WITH_FLASH).kernels.features["use_flash_attention"]
+        assert spec_of(compose_quickly([*gpt]), WITH_FLASH).kernels.features["use_flash_attention"]
         for unmeasured in ("model.num_query_groups=4", "model.kv_channels=256", "model.position_embedding_type=rope"):
             asked = [*gpt, unmeasured, "model.fused_single_qkv_rope=false"]
-            assert not spec_of(load_config(asked), WITH_FLASH).kernels.features["use_flash_attention"]
-    check_machine(spec_of(load_config([*LLAMA, ASKED]), blackwell))
-    check_machine(spec_of(load_config([*LLAMA, ASKED]), WITH_FLASH))
+            assert not spec_of(compose_quickly(asked), WITH_FLASH).kernels.features["use_flash_attention"]
+    check_machine(spec_of(compose_quickly([*LLAMA, ASKED]), blackwell))
+    check_machine(spec_of(compose_quickly([*LLAMA, ASKED]), WITH_FLASH))

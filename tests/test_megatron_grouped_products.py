@@ -7,13 +7,13 @@ import pytest
 from gpt_pretrain.config.choices import MoeGroupedKernel
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.megatron.core_fields import HighPrecision, transformer_fields
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.fp8 import MANY_EXPERTS, MAX_PRODUCT_FLOPS
 from gpt_pretrain.run.kernels import describe_kernels
 from gpt_pretrain.run.products import describe_kept_out
 from tests.forked_runs import interpret_kernels
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 from tests.test_megatron_platform import launched
 
 CHECKS = {
@@ -43,7 +43,7 @@ def test_gradients_are_exchanged_behind_the_backward_pass():
 
 
 def spec_for(*overrides, platform=H200):
-    return spec_of(load_config(["data=mock", *overrides]), platform)
+    return spec_of(compose_quickly(["data=mock", *overrides]), platform)
 
 
 @pytest.mark.parametrize(
@@ -106,5 +106,5 @@ def test_fp8_leaves_out_experts_of_one_kernel_and_says_so(emulated):
 @pytest.mark.parametrize("asked", [ONE_KERNEL, OF_TE])
 def test_a_machine_without_grouped_products_refuses_either_kernel(asked):
     with pytest.raises(ConfigError) as refused:
-        check_machine(spec_of(load_config(["model=moe_small", asked]), CPU, launched()))
+        check_machine(spec_of(compose_quickly(["model=moe_small", asked]), CPU, launched()))
     assert str(refused.value).startswith(asked)

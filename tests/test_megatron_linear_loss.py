@@ -11,12 +11,12 @@ from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient, linea
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.products import chunk_tokens
-from tests.emulated_training import TINY, build_training_of
+from tests.emulated_training import RECOMPUTED, TINY, build_training_of
 from tests.forked_runs import fork_ranks, interpret_kernels
 from tests.linear_loss_training import compare_variants, differences
 from tests.programs.z_loss_layouts import Z_LOSS
+from tests.refusals import compose_quickly
 
 TOKENS, WIDTH, VOCABULARY = 50, 24, 96
 # Four chunks, the last of them smaller.
@@ -24,17 +24,12 @@ CHUNK = 16
 TIED = "model.share_embeddings_and_output_weights=true"
 PER_TOKEN = "model.data.eod_mask_loss=true"
 BF16 = "trainer.precision=bf16"
-RECOMPUTE = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
 
 
 @pytest.fixture(scope="module")
 def one_rank():
     install_cpu_device()
-    with process_groups(load_config([*TINY]).model, read_launch({}), detect_platform()):
+    with process_groups(compose_quickly([*TINY]).model, read_launch({}), detect_platform()):
         yield parallel_state.get_tensor_model_parallel_group()
 
 
@@ -85,7 +80,7 @@ def test_the_penalty_reaches_the_head_of_a_run(one_rank):
     """A step changes gradients by it, and leaves it out of the loss."""
     losses, gradients = [], []
     for weight in (0.0, 0.1):
-        training = build_training_of(load_config([*TINY, f"model.z_loss_coeff={weight}"]))
+        training = build_training_of(compose_quickly([*TINY, f"model.z_loss_coeff={weight}"]))
         losses.append(training.step())
         head = next(chunk.output_layer for chunk in training.trainable.model.gpt_chunks)
         gradients.append(head.weight.main_grad.clone())
@@ -167,11 +162,11 @@ def assert_small(found, *, losses=1e-5, gradients=1e-5):
     [
         pytest.param(True, [TIED, PER_TOKEN], {}, id="tied, mean over the step's tokens"),
         # The gradient of the logits is rounded to BF16 either way, the weights' no longer for each microbatch.
-        pytest.param(True, [BF16, *RECOMPUTE], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
+        pytest.param(True, [BF16, *RECOMPUTED], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
     ],
 )
 def test_training_is_that_with_megatrons_head_and_loss(masked, overrides, tolerance, one_rank):
-    config = load_config([*TINY, *overrides])
+    config = compose_quickly([*TINY, *overrides])
     assert_small(differences(compare_variants(config, masked=masked)), **tolerance)
 
 

@@ -6,7 +6,7 @@ from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracke
 
 from gpt_pretrain.huggingface.architectures import Architecture
 from gpt_pretrain.huggingface.tensors import tensor_rules
-from gpt_pretrain.rules.jobs import load_config
+from tests.refusals import compose_quickly
 from tests.transformers_reference import (
     Case,
     Weights,
@@ -45,7 +45,7 @@ def mixtral(**kwargs: object) -> Case:
 def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     """Weights of the `transformers` model as local layers have them: Llama's, but for the MLP."""
     source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    model = load_config(case.override_list()).model
+    model = compose_quickly(case.override_list()).model
     ours = {
         whole_model_name(rule): rule.conversion.to_ours([source[name] for name in rule.names])
         for rule in tensor_rules(model, Architecture.mixtral)

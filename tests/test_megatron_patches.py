@@ -7,6 +7,7 @@ import json
 import sys
 import types
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,7 @@ def installed():
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@cache
 def names_read(module):
     """The global names that functions of a module read."""
     tree = ast.parse(Path(importlib.util.find_spec(module).origin).read_text())

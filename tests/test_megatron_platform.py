@@ -9,7 +9,6 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, CudaGraphImpl
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import Launch, read_launch
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.rules.model import kernel_problems
 from gpt_pretrain.run.kernels import Kernels, describe_kernels
@@ -142,7 +141,7 @@ def active(kernels: Kernels) -> set[str]:
     ],
 )
 def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[str], expected: set[str]) -> None:
-    config = load_config(["data=mock", *overrides])
+    config = compose_quickly(["data=mock", *overrides])
     assert active(spec_of(config, platform).kernels) == expected
     # What is planned is never refused.
     check_machine(spec_of(config, platform, launched()))
@@ -168,7 +167,7 @@ def test_null_becomes_what_the_machine_has(platform: Platform, overrides: list[s
 def test_the_loss_is_linear_where_nothing_speaks_against_it(
     platform: Platform, overrides: list[str], expected: CrossEntropyFusion | None
 ) -> None:
-    config = load_config(["data=mock", *overrides])
+    config = compose_quickly(["data=mock", *overrides])
     assert spec_of(config, platform).kernels.cross_entropy_fusion_impl is expected
     check_machine(spec_of(config, platform, launched()))
 
@@ -203,7 +202,7 @@ def test_the_loss_is_linear_where_nothing_speaks_against_it(
 def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
     overrides: tuple[str, ...], world_size: int, expected: CudaGraphImpl | None
 ) -> None:
-    config = load_config(["data=mock", *overrides])
+    config = compose_quickly(["data=mock", *overrides])
     assert spec_of(config, GPU, launched(local_world_size=world_size)).kernels.cuda_graph_impl is expected
     # Without Transformer Engine there is nothing to choose.
     if config.model.cuda_graph_impl is None:
@@ -213,7 +212,7 @@ def test_graphs_are_chosen_where_they_gain_and_nothing_is_in_the_way(
 
 @pytest.mark.parametrize("key", [TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, GRADIENT, ROWS])
 def test_explicit_false_stands(key: str) -> None:
-    config = load_config(["data=mock", "model=llama3_8b", f"model.{key}=false"])
+    config = compose_quickly(["data=mock", "model=llama3_8b", f"model.{key}=false"])
     for platform in (CPU, GPU, GPU_WITH_APEX, APEX_WITHOUT_TE):
         assert key not in active(spec_of(config, platform).kernels)
         check_machine(spec_of(config, platform, launched()))
@@ -296,14 +295,14 @@ def test_all_settings_that_cannot_be_met_are_told_together() -> None:
     ],
 )
 def test_explicit_setting_that_can_be_met_is_kept(platform: Platform, overrides: list[str]) -> None:
-    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    config = compose_quickly(["data=mock", "model=llama3_8b", *overrides])
     check_machine(spec_of(config, platform, launched()))
     asked = {override.removeprefix("model.").removesuffix("=true") for override in overrides if "=true" in override}
     assert asked <= active(spec_of(config, platform).kernels)
 
 
 def test_more_processes_than_gpus_are_refused() -> None:
-    config = load_config(["data=mock"])
+    config = compose_quickly(["data=mock"])
     check_machine(spec_of(config, GPU, launched(local_rank=7, local_world_size=8)))
     # Without CUDA processes share the cores.
     check_machine(spec_of(config, CPU, launched(local_rank=8, local_world_size=9)))
@@ -333,7 +332,7 @@ def test_more_processes_than_gpus_are_refused() -> None:
     ],
 )
 def test_header_names_the_active_parts(platform: Platform, layers: str, fused: str, apex: str | None) -> None:
-    kernels = spec_of(load_config(["data=mock", "model=llama3_8b"]), platform).kernels
+    kernels = spec_of(compose_quickly(["data=mock", "model=llama3_8b"]), platform).kernels
     expected = {"layers": layers, "fused": fused, **({} if apex is None else {"apex": apex})}
     assert describe_kernels(kernels, platform) == expected
 
@@ -350,7 +349,7 @@ def test_header_names_the_active_parts(platform: Platform, layers: str, fused: s
     ],
 )
 def test_gpu_without_transformer_engine_is_told(platform: Platform, overrides: list[str], told: str | None) -> None:
-    notes = machine_notes(spec_of(load_config(["data=mock", *overrides]), platform))
+    notes = machine_notes(spec_of(compose_quickly(["data=mock", *overrides]), platform))
     assert len(notes) == (told is not None)
     assert all(told is not None and note.endswith(told) for note in notes)
 

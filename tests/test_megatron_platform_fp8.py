@@ -9,13 +9,12 @@ import pytest
 
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine, machine_notes
 from gpt_pretrain.run.platform import Platform
 from tests.forked_runs import fork_ranks
 from tests.nemo import NEMO_FP8, NEMO_FP8_WITH_TE
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, spec_of
-from tests.refusals import Refused, check_refused, check_told
+from tests.refusals import Refused, check_refused, check_told, compose_quickly
 from tests.test_megatron_platform import problems_on
 
 GPU, GPU_WITHOUT_TE = H200, H200_WITHOUT_TE
@@ -115,7 +114,7 @@ def test_variables_that_change_a_recipe_silently_are_refused(
     ],
 )
 def test_fp8_that_the_machine_can_compute_passes(platform: Platform, overrides: list[str]) -> None:
-    config = load_config(["data=mock", "model=llama3_8b", *overrides])
+    config = compose_quickly(["data=mock", "model=llama3_8b", *overrides])
     check_machine(spec_of(config, platform))
     assert spec_of(config, platform).kernels.transformer_engine is not config.model.fp8_emulate
 
@@ -133,16 +132,16 @@ def test_the_emulation_that_is_offered_is_taken(overrides: list[str], broken_rul
     """It is offered with whatever of the command line it cannot be combined with taken back."""
     asked = ["data=mock", "model=llama3_8b", *overrides]
     with pytest.raises(ConfigError) as refused:
-        check_machine(spec_of(load_config(asked), CPU))
+        check_machine(spec_of(compose_quickly(asked), CPU))
     problem = refused.value.problems[0]
     offered = re.findall(r"model\.\w+=\w+", problem.rpartition("; ")[2])
     assert offered[0] == "model.fp8_emulate=true"
     assert broken_rules(*asked, *offered) == []
-    check_machine(spec_of(load_config([*asked, *offered]), CPU))
+    check_machine(spec_of(compose_quickly([*asked, *offered]), CPU))
 
 
 def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:
-    config = load_config(["data=mock", TENSORWISE, "model.fp8_emulate=true"])
+    config = compose_quickly(["data=mock", TENSORWISE, "model.fp8_emulate=true"])
     (note,) = machine_notes(spec_of(config, GPU))
     assert "model.fp8_emulate" in note
     for platform in (CPU, GPU_WITHOUT_TE, GPU_WITH_BROKEN_TE, A100):
@@ -150,9 +149,9 @@ def test_emulated_fp8_where_the_gpu_has_its_own_is_told() -> None:
 
 
 def test_an_emulated_recipe_of_torchao_is_told_where_torchao_is() -> None:
-    config, with_torchao = load_config(["data=mock", ROWWISE]), replace(GPU, torchao="0.18.0")
+    config, with_torchao = compose_quickly(["data=mock", ROWWISE]), replace(GPU, torchao="0.18.0")
     assert machine_notes(spec_of(config, with_torchao)) == []
-    emulated = load_config(["data=mock", ROWWISE, EMULATE])
+    emulated = compose_quickly(["data=mock", ROWWISE, EMULATE])
     assert machine_notes(spec_of(emulated, GPU)) == []
     (note,) = machine_notes(spec_of(emulated, with_torchao))
     assert "model.fp8_emulate" in note

@@ -7,10 +7,9 @@ import pytest
 from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import rank_zero_of
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.rules.machine import check_machine
 from tests.platforms import CPU, H200, H200_WITHOUT_TE, INSTALL_TE, spec_of
-from tests.refusals import check_told
+from tests.refusals import check_told, compose_quickly
 
 OVERLAP = ("data=mock", "parallelism=tp2_sp", "model.tp_comm_overlap=true")
 
@@ -18,7 +17,7 @@ OVERLAP = ("data=mock", "parallelism=tp2_sp", "model.tp_comm_overlap=true")
 def refusals(platform, *overrides):
     try:
         check_machine(
-            spec_of(load_config(overrides), platform, rank_zero_of(2, local_world_size=2, launcher="torchrun"))
+            spec_of(compose_quickly(overrides), platform, rank_zero_of(2, local_world_size=2, launcher="torchrun"))
         )
     except ConfigError as error:
         return list(error.problems)

@@ -6,9 +6,9 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from gpt_pretrain.megatron.cpu import install_cpu_device
-from gpt_pretrain.rules.jobs import load_config
 from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
+from tests.refusals import compose_quickly
 
 ASKED = "model.fused_single_qkv_rope=true"
 
@@ -57,22 +57,10 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [
-        (
-            ("model=gpt2_124m",),
-            "model.position_embedding_type=learned_absolute",
-        ),
-        (
-            ("model.apply_rope_fusion=false",),
-            "model.apply_rope_fusion=false",
-        ),
-        (
-            ("model.no_rope_freq=4",),
-            "model.no_rope_freq=4",
-        ),
-        (
-            ("model.cuda_graph_impl=local",),
-            "model.cuda_graph_impl=local",
-        ),
+        (("model=gpt2_124m",), "model.position_embedding_type=learned_absolute"),
+        (("model.apply_rope_fusion=false",), "model.apply_rope_fusion=false"),
+        (("model.no_rope_freq=4",), "model.no_rope_freq=4"),
+        (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )
 def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
@@ -82,4 +70,4 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert f" {named}: " in message
     assert message.endswith("use null or false")
     assert broken_rules(*start, *overrides) == []
-    assert not spec_of(load_config([*start, *overrides]), H200).kernels.features["fused_single_qkv_rope"]
+    assert not spec_of(compose_quickly([*start, *overrides]), H200).kernels.features["fused_single_qkv_rope"]

@@ -2,13 +2,11 @@
 
 import json
 import math
-import os
 import re
 from itertools import pairwise, product, starmap
 
 import pytest
 import torch
-from filelock import FileLock
 
 from gpt_pretrain.fp8.proof import Proof, ProofError
 from gpt_pretrain.megatron import section_buffers
@@ -26,23 +24,17 @@ BF16 = [case for case in CASES if any("bf16" in override for override in CASES[c
 FP8 = [case for case in CASES if any(override.startswith("fp8=") for override in CASES[case][1])]
 
 
+def launch(folder):
+    for num_ranks in (2, 4):
+        cases = [case for case, (ranks, _) in CASES.items() if ranks == num_ranks]
+        done = fork_ranks(num_ranks, ["tests/programs/sharded_gradients.py", str(folder), *cases], timeout_s=500)
+        assert done.returncode == 0, done.stderr[-6000:]
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results(made_once):
     """What each rank of each case saw."""
-    # pytest's own processes share the launches: whoever comes first runs them.
-    shared = (
-        tmp_path_factory.getbasetemp().parent if "PYTEST_XDIST_WORKER" in os.environ else tmp_path_factory.getbasetemp()
-    )
-    folder = shared / "sharded_gradients"
-    with FileLock(f"{folder}.lock"):
-        if not folder.exists():
-            unfinished = tmp_path_factory.mktemp("unfinished")
-            for num_ranks in (2, 4):
-                cases = [case for case, (ranks, _) in CASES.items() if ranks == num_ranks]
-                program = ["tests/programs/sharded_gradients.py", str(unfinished), *cases]
-                done = fork_ranks(num_ranks, program, timeout_s=500)
-                assert done.returncode == 0, done.stderr[-6000:]
-            unfinished.rename(folder)
+    folder = made_once("sharded_gradients", launch)
     return {
         (case, strategy): [json.loads((folder / f"{case}.{strategy}.{rank}.json").read_text()) for rank in range(ranks)]
         for strategy in STRATEGIES

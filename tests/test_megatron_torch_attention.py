@@ -7,9 +7,9 @@ import torch
 
 from gpt_pretrain.megatron.layers import causal_attention
 from gpt_pretrain.plan.stages import layer_activations, plan_stages
-from gpt_pretrain.rules.jobs import load_config
 from tests.attention import check_against_fp64
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 
 LOCAL = "model.transformer_engine=false"
 WITHOUT_TE = replace(H200, transformer_engine=None)
@@ -41,7 +41,7 @@ def test_it_is_causal_attention_on_a_gpu():
     ],
 )
 def test_where_null_chooses_it(platform, overrides, chosen):
-    spec = spec_of(load_config(["data=mock", *overrides]), platform)
+    spec = spec_of(compose_quickly(["data=mock", *overrides]), platform)
     assert spec.kernels.torch_attention is chosen
     # Fused attention keeps no scores: a number for each token and head.
     (stage,) = plan_stages(spec)

@@ -23,18 +23,12 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.registry import own_kernels
 from gpt_pretrain.megatron.core_fields import params_dtype
 from gpt_pretrain.megatron.model import torch_dtype, translate_ddp, translate_optimizer, translate_transformer
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.run.platform import Platform
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 
 # Nothing here is null that another key of the table would decide.
-BASE = (
-    "model=llama3_8b",
-    "data=mock",
-    "parallelism=single",
-    "model.kv_channels=128",
-    "model.optim.sched.min_lr=1e-5",
-)
+BASE = ("model=llama3_8b", "data=mock", "parallelism=single", "model.kv_channels=128", "model.optim.sched.min_lr=1e-5")
 TP2, PP2 = "model.tensor_model_parallel_size=2", "model.pipeline_model_parallel_size=2"
 FULL = "model.activations_checkpoint_granularity=full"
 UNIFORM = "model.activations_checkpoint_method=uniform"
@@ -173,20 +167,12 @@ ROWS = [
     Row(
         override="model.virtual_pipeline_model_parallel_size=2",
         context=(PP2,),
-        transformer={
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        },
+        transformer={"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
     ),
     Row(
         override="model.virtual_pipeline_model_parallel_size=2",
         context=("parallelism=pp2",),
-        transformer={
-            "virtual_pipeline_model_parallel_size": 2,
-            "overlap_p2p_comm": True,
-            "batch_p2p_comm": False,
-        },
+        transformer={"virtual_pipeline_model_parallel_size": 2, "overlap_p2p_comm": True, "batch_p2p_comm": False},
         ddp={"align_param_gather": True},
     ),
     Row(override="model.context_parallel_size=2", transformer={"context_parallel_size": 2}),
@@ -270,10 +256,7 @@ ROWS = [
     Row(override="model.data.eod_mask_labels=true", transformer={"calculate_per_token_loss": True}),
     Row(override="model.optim.name=sgd", optimizer={"optimizer": "sgd", "decoupled_weight_decay": False}),
     Row(override="model.optim.lr=1e-3", optimizer={"lr": 1e-3}),
-    Row(
-        override="model.optim.decoupled_lr=1e-3",
-        optimizer={"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4},
-    ),
+    Row(override="model.optim.decoupled_lr=1e-3", optimizer={"decoupled_lr": 1e-3, "decoupled_min_lr": 1e-4}),
     Row(
         override="model.optim.lr=1e-3",
         context=("model.optim.sched.min_lr=null",),
@@ -341,11 +324,7 @@ ROWS = [
         transformer={"fp8": "e4m3", "fp8_recipe": "blockwise"},
         optimizer={"fp8_recipe": "blockwise"},
     ),
-    Row(
-        override="model.fp8_hybrid=true",
-        context=(FP8, "model.fp8_recipe=blockwise"),
-        transformer={"fp8": "hybrid"},
-    ),
+    Row(override="model.fp8_hybrid=true", context=(FP8, "model.fp8_recipe=blockwise"), transformer={"fp8": "hybrid"}),
     Row(override="model.fp8_e4m3=true", context=(FP8,), transformer={"fp8": "e4m3"}),
     Row(override="model.fp8_e4m3=true", context=(FP8, "model.fp8_hybrid=true"), transformer={"fp8": "e4m3"}),
     Row(override="model.fp8_margin=2", context=(FP8,), transformer={"fp8_margin": 2}),
@@ -364,18 +343,12 @@ ROWS = [
         optimizer={"use_distributed_optimizer": True},
     ),
     Row(
-        override="model.fp8_dot_product_attention=true",
-        context=(FP8,),
-        transformer={"fp8_dot_product_attention": True},
+        override="model.fp8_dot_product_attention=true", context=(FP8,), transformer={"fp8_dot_product_attention": True}
     ),
     Row(
         override=KEPT,
         context=(FP8, TENSORWISE),
-        transformer={
-            "first_last_layers_bf16": True,
-            "num_layers_at_start_in_bf16": 1,
-            "num_layers_at_end_in_bf16": 1,
-        },
+        transformer={"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1},
     ),
     Row(
         override="model.num_layers_at_start_in_bf16=2",
@@ -439,9 +412,7 @@ ROWS = [
         needs_te=True,
     ),
     Row(
-        override="model.expert_model_parallel_size=4",
-        context=(EXPERTS,),
-        transformer={"expert_model_parallel_size": 4},
+        override="model.expert_model_parallel_size=4", context=(EXPERTS,), transformer={"expert_model_parallel_size": 4}
     ),
     Row(
         override="model.expert_tensor_parallel_size=2",
@@ -462,11 +433,7 @@ ROWS = [
 
 # Keys that none of the three translations handles: the module or room (relative to gpt_pretrain) that reads them.
 ELSEWHERE = {
-    "config/derived.py": (
-        "model.vocab_size",
-        "model.make_vocab_size_divisible_by",
-        "trainer.max_time",
-    ),
+    "config/derived.py": ("model.vocab_size", "model.make_vocab_size_divisible_by", "trainer.max_time"),
     "config/schedule.py": (
         "model.global_batch_size",
         "model.rampup_batch_size",
@@ -576,7 +543,7 @@ def translate(config: Config) -> dict[str, Any]:
 
 @cache
 def translated(*overrides: str) -> dict[str, Any]:
-    return translate(load_config([*BASE, *overrides]))
+    return translate(compose_quickly([*BASE, *overrides]))
 
 
 @pytest.mark.parametrize(
@@ -599,9 +566,9 @@ def test_every_key_of_model_trainer_plan_and_benchmark_lands_somewhere() -> None
 
 def test_every_field_of_megatron_core_in_the_facts_of_a_key_exists() -> None:
     names = {
-        "TransformerConfig": vars(translate_transformer(spec_of(load_config(BASE), CPU))),
-        "DistributedDataParallelConfig": vars(translate_ddp(spec_of(load_config(BASE), CPU))),
-        "OptimizerConfig": vars(translate_optimizer(spec_of(load_config(BASE), CPU))),
+        "TransformerConfig": vars(translate_transformer(spec_of(compose_quickly(BASE), CPU))),
+        "DistributedDataParallelConfig": vars(translate_ddp(spec_of(compose_quickly(BASE), CPU))),
+        "OptimizerConfig": vars(translate_optimizer(spec_of(compose_quickly(BASE), CPU))),
     }
     for path, key in schema_keys().items():
         for field in key.facts.core:
@@ -623,7 +590,7 @@ def test_key_is_read_where_the_table_says(place: str, keys: tuple[str, ...]) -> 
 
 
 def test_translation_is_pure() -> None:
-    config = load_config(BASE)
+    config = compose_quickly(BASE)
     before = copy.deepcopy(config)
     assert translate(config) == translate(copy.deepcopy(config))
     assert config == before
@@ -650,7 +617,7 @@ def squared_relu(x: float) -> float:
     [("gelu", erf_gelu), ("gelu_tanh", tanh_gelu), ("swiglu", silu), ("squared_relu", squared_relu)],
 )
 def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
-    config = load_config([*BASE, f"model.activation={activation}"])
+    config = compose_quickly([*BASE, f"model.activation={activation}"])
     activation_func = translate_transformer(spec_of(config, CPU)).activation_func
     points = [-4.0, -2.0, -1.0, -0.5, 0.0, 0.3, 1.0, 2.0, 4.0]
     values = activation_func(torch.tensor(points, dtype=torch.float64))
@@ -668,7 +635,7 @@ def test_activation_computes_its_formula(activation: str, formula: Any) -> None:
     ],
 )
 def test_precision_decides_the_parameters_type(precision: str, cuda: bool, expected: torch.dtype) -> None:
-    config = load_config([*BASE, f"trainer.precision={precision}"])
+    config = compose_quickly([*BASE, f"trainer.precision={precision}"])
     assert torch_dtype(params_dtype(spec_of(config, replace(CPU, cuda=cuda)))) is expected
 
 
@@ -696,7 +663,7 @@ def test_nothing_known_to_be_wrong_is_ever_chosen() -> None:
 def test_gradients_are_averaged_by_nccl_where_that_saves_a_pass(
     platform: Platform, num_shards: int, overrides: list[str], expected: bool
 ) -> None:
-    config = load_config([*BASE, *overrides])
+    config = compose_quickly([*BASE, *overrides])
     assert translate_ddp(spec_of(config, platform, shards=num_shards)).average_in_collective is expected
 
 

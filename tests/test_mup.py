@@ -8,9 +8,9 @@ import torch
 from gpt_pretrain.checkpoint.saved_model import open_checkpoint
 from gpt_pretrain.checkpoint.state import describe_weights, differences
 from gpt_pretrain.launch.ranks import read_launch
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.loaded_model import inference_config, loaded_model
 from tests.emulated_training import emulate, emulated_training
+from tests.refusals import compose_quickly
 from tests.runs import run_small
 from tests.saved_models import FAMILIES, saved_model, some_tokens
 
@@ -108,8 +108,7 @@ def test_logits_are_divided_by_the_width_in_both_passes(loss, tied):
 
 
 @pytest.mark.parametrize(
-    ("overrides", "scale"),
-    [((), 1 / 16), (("model.mup_base_head_dim=4",), 2 / 16), ((USUAL_ATTENTION,), 1 / 4)],
+    ("overrides", "scale"), [((), 1 / 16), (("model.mup_base_head_dim=4",), 2 / 16), ((USUAL_ATTENTION,), 1 / 4)]
 )
 def test_attention_is_scaled_by_the_width_of_a_head(overrides, scale):
     with emulated_training(*MUP, "model.num_query_groups=4", *overrides) as training:
@@ -143,25 +142,20 @@ def one_process(tmp_path_factory, cache_dir):
     return run_small(1, tmp_path_factory.mktemp("one") / "run", cache_dir, SHORT)
 
 
+# Groups of parameters with rates of their own find theirs again: in an optimizer of whole weights and of shards.
 @pytest.mark.parametrize(
-    "layout",
-    [
-        ("parallelism=tp2_sp",),
-        ("parallelism=pp2",),
-        ("parallelism=dp",),
-        ("parallelism=zero2",),
-        ("parallelism=fsdp",),
-    ],
-    ids=lambda layout: layout[0].partition("=")[2],
+    ("layout", "resumes"), [("tp2_sp", False), ("pp2", False), ("dp", True), ("zero2", False), ("fsdp", True)]
 )
-def test_layouts_train_as_one_process_and_resume_to_the_bit(layout, tmp_path, cache_dir, one_process):
-    run_small(2, tmp_path / "run", cache_dir, [*SHORT, *layout, "trainer.max_steps=2"])
-    resumed = run_small(2, tmp_path / "run", cache_dir, [*SHORT, *layout])
-    uncut = run_small(2, tmp_path / "uncut", cache_dir, [*SHORT, *layout])
-    assert [(each.loss, each.hidden_lr) for each in resumed.train] == [(e.loss, e.hidden_lr) for e in uncut.train]
+def test_layouts_train_as_one_process_and_resume_to_the_bit(layout, resumes, tmp_path, cache_dir, one_process):
+    run = [*SHORT, f"parallelism={layout}"]
+    uncut = run_small(2, tmp_path / "uncut", cache_dir, run)
     for record, expected in zip(uncut.train, one_process.train, strict=True):
         assert record.loss == pytest.approx(expected.loss, rel=1e-5)
         assert (record.lr, record.hidden_lr) == (expected.lr, expected.lr / 2)
+    if resumes:
+        run_small(2, tmp_path / "run", cache_dir, [*run, "trainer.max_steps=2"])
+        resumed = run_small(2, tmp_path / "run", cache_dir, run)
+        assert [(each.loss, each.hidden_lr) for each in resumed.train] == [(e.loss, e.hidden_lr) for e in uncut.train]
 
 
 @pytest.mark.parametrize("overrides", [("parallelism=pp2",), ("parallelism=tp2",)])
@@ -180,7 +174,7 @@ def test_fp8_is_proven(tmp_path, cache_dir, one_process):
 
 
 def test_a_checkpoint_is_of_another_model_with_or_without_mup():
-    plain, mup = (describe_weights(load_config(list(given)).model) for given in ((), MUP))
+    plain, mup = (describe_weights(compose_quickly(list(given)).model) for given in ((), MUP))
     assert "model.use_mup=true" in differences(mup, plain)
     assert "model.use_mup=false (saved with true)" in differences(plain, mup)
     assert differences(plain, plain) == differences(mup, mup) == ""

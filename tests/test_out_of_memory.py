@@ -17,23 +17,18 @@ from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.plan import out_of_memory
 from gpt_pretrain.plan.machine import planned_spec
 from gpt_pretrain.plan.memory import GIB
-from gpt_pretrain.plan.out_of_memory import (
-    check_states_fit,
-    explain_out_of_memory,
-    plan_remedies,
-    ran_out_of_memory,
-)
-from gpt_pretrain.rules.jobs import load_config
+from gpt_pretrain.plan.out_of_memory import check_states_fit, explain_out_of_memory, plan_remedies, ran_out_of_memory
 from tests.launching import gpu_environment, run_ranks
 from tests.planning import plan_of
 from tests.platforms import CPU, H200, spec_of
+from tests.refusals import compose_quickly
 from tests.runs import SMALL_GPU_RUN, small_run_arguments
 
 ON_EIGHT = ("model=llama3_8b", "model.global_batch_size=16", "model.micro_batch_size=2", "plan.num_gpus=8")
 
 
 def remedies(*overrides):
-    spec = planned_spec(load_config(overrides))
+    spec = planned_spec(compose_quickly(overrides))
     return {found.overrides: found.needed_gib for found in plan_remedies(spec, attrgetter("peak_gib"))}
 
 
@@ -130,7 +125,7 @@ def test_what_is_on_already_or_breaks_a_rule_is_not_offered():
 
 
 def test_the_message_names_the_rank_and_the_first_line_of_the_error():
-    config = load_config(["data=mock"])
+    config = compose_quickly(["data=mock"])
     text = explain_out_of_memory(spec_of(config), MemoryError())
     assert text.startswith("out of memory on rank 0 (CPU): MemoryError\n")
 
@@ -138,7 +133,7 @@ def test_the_message_names_the_rank_and_the_first_line_of_the_error():
 def refused(monkeypatch, platform, *overrides, total_gib, ranks=1):
     """What is said of a run on a machine with this much memory; None where nothing is."""
     monkeypatch.setattr(out_of_memory, "_total_gib", lambda platform: (total_gib, "this one"))
-    config = load_config(["data=mock", *overrides])
+    config = compose_quickly(["data=mock", *overrides])
     launch = replace(read_launch({}), world_size=ranks, local_world_size=ranks)
     try:
         check_states_fit(build_run_spec(config, launch, platform))

@@ -172,11 +172,7 @@ def test_every_fp8_and_parallelism_key_is_in_the_table():
     expected |= {"model.data_parallel_sharding_strategy", "model.num_distributed_optimizer_instances"}
     expected |= {key for key in schema_keys() if key.startswith("model.optim.") and key.endswith("_dtype")}
     expected |= {"model.optim.use_precision_aware_optimizer", "model.optim.store_param_remainders"}
-    expected |= {
-        "model.grad_reduce_in_fp32",
-        "model.tp_comm_overlap",
-        "model.ddp_bucket_size",
-    }
+    expected |= {"model.grad_reduce_in_fp32", "model.tp_comm_overlap", "model.ddp_bucket_size"}
     assert set(planned_keys()) == expected
 
 
@@ -194,10 +190,7 @@ def test_nemos_override_string_lands_where_it_should():
         "model.fp8_margin": ("0", {f"{TC}.fp8_margin": "0"}),
         "model.fp8_amax_history_len": ("1024", {f"{TC}.fp8_amax_history_len": "1024"}),
         "model.fp8_amax_compute_algo": ("max", {f"{TC}.fp8_amax_compute_algo": "max"}),
-        "model.fp8_params": (
-            "true",
-            {f"{TC}.fp8_param": "true", f"{DDP}.fp8_param_gather": "true"},
-        ),
+        "model.fp8_params": ("true", {f"{TC}.fp8_param": "true", f"{DDP}.fp8_param_gather": "true"}),
         "model.use_distributed_optimizer": (
             "null",
             {f"{DDP}.use_distributed_optimizer": "true", f"{OPT}.use_distributed_optimizer": "true"},

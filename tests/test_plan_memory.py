@@ -8,9 +8,7 @@ from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
 from gpt_pretrain.plan.memory import GIB
 from gpt_pretrain.plan.muon import orthogonalization_bytes
-from gpt_pretrain.plan.stages import (
-    plan_stages,
-)
+from gpt_pretrain.plan.stages import plan_stages
 from tests.planning import EP4, MIXTRAL_TWO_LAYERS, SEPARATE_KERNELS, plan_of
 
 EIGHT_LAYERS = ("model=llama3_8b", "model.num_layers=8", "model.global_batch_size=8", *SEPARATE_KERNELS)
@@ -34,10 +32,7 @@ MEASURED = {
     "8 layers, DP 2": ((*EIGHT_LAYERS, "parallelism=dp", *ON_TWO), 49.8),
     "8 layers, TP 2 + SP": ((*EIGHT_LAYERS, "parallelism=tp2_sp"), 32.8),
     "8 layers, PP 2": ((*EIGHT_LAYERS, "parallelism=pp2", *ON_TWO), 32.5),
-    "8B, FP8 weights and small states": (
-        ("experiment=llama3_8b_1gpu", *SEPARATE_KERNELS),
-        106.1,
-    ),
+    "8B, FP8 weights and small states": (("experiment=llama3_8b_1gpu", *SEPARATE_KERNELS), 106.1),
     "GPT-2 124M, delayed, linear loss": (("model=gpt2_124m", "fp8=delayed", "model.global_batch_size=32"), 10.87),
     "8B, the same, delayed, micro batch 2": (
         ("experiment=llama3_8b_1gpu", "fp8=delayed", "model.fp8_params=true", "model.micro_batch_size=2"),

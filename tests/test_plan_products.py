@@ -85,11 +85,7 @@ KEPT = ("model.first_last_layers_bf16=true", "model.num_layers_at_start_in_bf16=
     [
         (("fp8=blockwise",), ("0–3", FC1), ("FP8", "")),
         ((), ("0–3", FC1), ("BF16", "model.fp8=false")),
-        (
-            ("trainer.precision=fp32", "model.transformer_engine=false"),
-            ("0–3", FC1),
-            ("FP32", "model.fp8=false"),
-        ),
+        (("trainer.precision=fp32", "model.transformer_engine=false"), ("0–3", FC1), ("FP32", "model.fp8=false")),
         (
             ("fp8=delayed", "model.fp8_emulate=true", "model.fp8_wgrad=false"),
             ("0–3", FC1),

@@ -60,10 +60,7 @@ PREDICTED = {
     "12.85B on one GPU, delayed": ((*TWELVE_BILLION, "fp8=delayed", "model.global_batch_size=16"), 12_387),
     "12.85B on one GPU, micro batch 1": ((*TWELVE_BILLION, "model.micro_batch_size=1"), 7_616),
     "15.4B on one GPU, recomputed": (("experiment=gpt_15_4b_1gpu",), 7_585),
-    "15.4B on one GPU, recomputed, four samples": (
-        ("experiment=gpt_15_4b_1gpu", "model.global_batch_size=4"),
-        6_842,
-    ),
+    "15.4B on one GPU, recomputed, four samples": (("experiment=gpt_15_4b_1gpu", "model.global_batch_size=4"), 6_842),
     # On two machines.
     "15.4B on one GPU, recomputed, 1 × 2": (
         ("experiment=gpt_15_4b_1gpu", "model.micro_batch_size=1", "model.global_batch_size=2"),

@@ -9,12 +9,7 @@ import pytest
 from rich.console import Console
 
 from gpt_pretrain.config.mixtures import ConsumedSource
-from gpt_pretrain.report.columns import (
-    COLUMNS,
-    format_count,
-    format_duration,
-    format_share,
-)
+from gpt_pretrain.report.columns import COLUMNS, format_count, format_duration, format_share
 from gpt_pretrain.report.console import RunConsole, print_line
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import (

@@ -118,11 +118,7 @@ LEFT_OVER = {
     "the host was booted since": (replace(ME, boot="another"), 125, "not renewed for 12"),
     "a host that renews it no more": (replace(ME, host="elsewhere"), 125, "not renewed for 12"),
     "a container that renews it no more": (replace(ME, namespace="pid:[1]"), 125, "not renewed for 12"),
-    "a job that Slurm has restarted": (
-        replace(ME, host="elsewhere", job="17", restarts=0),
-        0,
-        "Slurm",
-    ),
+    "a job that Slurm has restarted": (replace(ME, host="elsewhere", job="17", restarts=0), 0, "Slurm"),
 }
 ALIVE = {
     "this very process": (ME, 0),

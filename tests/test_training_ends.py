@@ -211,9 +211,7 @@ def test_a_run_that_was_asked_to_end_at_its_last_step_is_done(run, tmp_path):
 def test_signals_while_saving_do_not_break_the_save_off(names, in_background, run, tmp_path):
     """A signal at every operation on the checkpoint's files: of a save in the middle, and of the last."""
     codes, text = run(
-        f"checkpoint.async_save={in_background}",
-        "checkpoint.save_interval=4",
-        faults={0: [["signals_in_save", names]]},
+        f"checkpoint.async_save={in_background}", "checkpoint.save_interval=4", faults={0: [["signals_in_save", names]]}
     )
     reason, code = ENDS[names[0]]
     assert codes == [code], text

@@ -27,13 +27,7 @@ CASES = [
     for layout in LAYOUTS
     if layout not in ("ep2_halves", "ep2_overlapped")
 ]
-CASES += [
-    "seq.tp2_sp",
-    "masked.ep2",
-    "bf16.ep2",
-    "allgather.tp2_sp_ep2",
-    "recomputed.ep2",
-]
+CASES += ["seq.tp2_sp", "masked.ep2", "bf16.ep2", "allgather.tp2_sp_ep2", "recomputed.ep2"]
 FP8_CASES = ["fp8.ep2_halves", "fp8.tp2_sp_ep2"]
 # With the case that they equal to the bit.
 OVERLAPPED = {"bf16.ep2_overlapped": "bf16.ep2", "fp8_bf16.ep2_overlapped": "fp8_bf16.ep2"}

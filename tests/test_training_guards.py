@@ -99,11 +99,7 @@ def test_a_step_that_is_not_finite_might_as_well_not_have_been(overrides, bad_fi
 
 @pytest.mark.parametrize(
     ("name", "hook"),
-    [
-        (FINAL_NORM, spoil_result(math.nan)),
-        (FINAL_NORM, spoil_gradient(math.inf)),
-        ("", spoil_loss),
-    ],
+    [(FINAL_NORM, spoil_result(math.nan)), (FINAL_NORM, spoil_gradient(math.inf)), ("", spoil_loss)],
     ids=["NaN in the forward pass", "infinite gradient", "infinite loss with finite gradients"],
 )
 def test_loss_and_gradient_are_both_watched(name, hook):
@@ -269,9 +265,7 @@ def guard(compose_config, *overrides):
 
 def step_result(loss, *, skipped=False):
     return StepResult(
-        loss_sum_and_tokens=torch.tensor([loss * 4, 4.0]),
-        grad_norm=torch.tensor([1.0]),
-        skipped=torch.tensor(skipped),
+        loss_sum_and_tokens=torch.tensor([loss * 4, 4.0]), grad_norm=torch.tensor([1.0]), skipped=torch.tensor(skipped)
     )
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from gpt_pretrain.rules.jobs import load_config
+from tests.emulated_training import RECOMPUTED
 from tests.forked_runs import fork_ranks
+from tests.refusals import compose_quickly
 from tests.rounding import gradient_tolerance, loss_tolerance
 from tests.runs import SMALL_RUN, run_small, small_run_arguments
 
@@ -51,7 +52,7 @@ def test_one_process_learns(one_process):
 )
 def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, one_process):
     metrics = run_small(num_ranks, tmp_path / "run", cache_dir, [*SAMPLE, f"parallelism={layout}"])
-    model = load_config([*SMALL_RUN, *SAMPLE]).model
+    model = compose_quickly([*SMALL_RUN, *SAMPLE]).model
     for record, expected in zip(metrics.train, one_process.train, strict=True):
         assert (record.lr, record.consumed_samples) == (expected.lr, expected.consumed_samples)
         assert record.loss == pytest.approx(expected.loss, rel=loss_tolerance(model, torch.float32, record.step))
@@ -83,7 +84,7 @@ def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path,
     one = run_small(1, tmp_path / "one", cache_dir, short)
     for layout in layouts:
         metrics = run_small(2, tmp_path / layout, cache_dir, [*short, f"parallelism={layout}"])
-        model = load_config([*SMALL_RUN, *overrides]).model
+        model = compose_quickly([*SMALL_RUN, *overrides]).model
         for record, expected in zip(metrics.train, one.train, strict=True):
             near = pytest.approx(expected.loss, rel=loss_tolerance(model, torch.float32, record.step))
             assert record.loss == near, layout
@@ -95,14 +96,7 @@ def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path,
     "overrides",
     [
         pytest.param(["model.activations_checkpoint_granularity=selective"], id="selective"),
-        pytest.param(
-            [
-                "model.activations_checkpoint_granularity=full",
-                "model.activations_checkpoint_method=uniform",
-                "model.activations_checkpoint_num_layers=1",
-            ],
-            id="full",
-        ),
+        pytest.param(RECOMPUTED, id="full"),
     ],
 )
 def test_recomputed_activations_change_no_loss(overrides, tmp_path, cache_dir, one_process):
@@ -115,7 +109,7 @@ def test_bf16_trains_close_to_fp32(tmp_path, cache_dir, one_process):
     metrics = run_small(1, tmp_path / "run", cache_dir, overrides)
     expected = [record.loss for record in one_process.train]
     losses = [record.loss for record in metrics.train]
-    model = load_config([*SMALL_RUN, *SAMPLE]).model
+    model = compose_quickly([*SMALL_RUN, *SAMPLE]).model
     for step, (loss, in_fp32) in enumerate(zip(losses, expected, strict=True), start=1):
         assert loss == pytest.approx(in_fp32, rel=loss_tolerance(model, torch.bfloat16, step)), step
     assert losses != pytest.approx(expected, rel=1e-6), "bf16 gave fp32's losses: the precision did not arrive"

@@ -1,12 +1,14 @@
 """Runs whose batch grows and whose rate follows tokens: what each step trains on, and resuming in the midst of it."""
 
 import json
+import shutil
 
 import pytest
 import torch
 
 from gpt_pretrain.checkpoint.manifest import read_manifest
 from gpt_pretrain.config.load import load_saved_config
+from gpt_pretrain.report.metrics_file import load_metrics
 from tests.forked_runs import fork_ranks
 from tests.rounding import loss_tolerance
 from tests.runs import run_small, small_run_arguments
@@ -34,14 +36,31 @@ def curve(metrics):
     return [(each.step, each.consumed_samples, each.loss, each.grad_norm, each.lr) for each in metrics.train]
 
 
-def test_each_step_has_the_batch_and_the_rate_of_the_table(tmp_path, cache_dir):
-    done = fork_ranks(1, small_run_arguments(tmp_path / "run", cache_dir, GROWING))
+def told_and_logged(run_dir, cache_dir, overrides):
+    """What one process says of its run, without line breaks, and its metrics."""
+    done = fork_ranks(1, small_run_arguments(run_dir, cache_dir, overrides))
     assert done.returncode == 0, done.stderr[-4000:]
-    told = " ".join(done.stdout.split())
+    return " ".join((done.stdout + done.stderr).split()), load_metrics(run_dir)
+
+
+@pytest.fixture(scope="module")
+def uncut(tmp_path_factory, cache_dir):
+    return told_and_logged(tmp_path_factory.mktemp("uncut") / "run", cache_dir, GROWING)
+
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory, cache_dir):
+    """The directory of a run that was cut after three steps, and what it said."""
+    run_dir = tmp_path_factory.mktemp("cut") / "run"
+    told, _ = told_and_logged(run_dir, cache_dir, [*GROWING, "trainer.max_tokens=250"])
+    return run_dir, told
+
+
+def test_each_step_has_the_batch_and_the_rate_of_the_table(uncut):
+    told, metrics = uncut
     assert "2 from step 1 (0 tokens), 4 from step 3 (128 tokens), 6 from step 4" in told
     assert "all steps: 6 steps, 960 tokens" in told
     assert "warmup to 128 tokens, constant to 448 tokens, linear decay to 960 tokens" in told
-    metrics = run_small(1, tmp_path / "again", cache_dir, GROWING)
     assert [each.global_batch_size for each in metrics.train] == BATCHES
     assert [each.consumed_samples for each in metrics.train] == SAMPLES
     assert [each.consumed_tokens for each in metrics.train] == [32 * samples for samples in SAMPLES]
@@ -59,7 +78,6 @@ def test_each_step_has_the_batch_and_the_rate_of_the_table(tmp_path, cache_dir):
     ("num_ranks", "layout"),
     [
         pytest.param(1, [], id="one process"),
-        pytest.param(1, ["trainer.precision=bf16"], id="bf16"),
         pytest.param(2, ["parallelism=dp"], id="DP2 distributed optimizer"),
         pytest.param(2, ["parallelism=pp2"], id="PP2"),
     ],
@@ -75,17 +93,12 @@ def test_a_run_that_is_cut_while_its_batch_grows_equals_the_uncut_run(num_ranks,
     assert resumed.validation[-1].loss == uncut.validation[-1].loss
 
 
-@pytest.mark.parametrize(
-    ("num_ranks", "overrides"),
-    [(2, ["parallelism=dp"]), (1, ["model.micro_batch_size=2"]), (2, ["parallelism=tp2_sp"])],
-    ids=["two ranks", "larger microbatches", "TP2"],
-)
-def test_a_run_goes_on_in_another_layout_with_the_same_samples_and_rates(num_ranks, overrides, tmp_path, cache_dir):
-    uncut = run_small(1, tmp_path / "uncut", cache_dir, GROWING)
-    run_small(1, tmp_path / "cut", cache_dir, [*GROWING, "trainer.max_tokens=250"])
-    resumed = run_small(num_ranks, tmp_path / "cut", cache_dir, [*GROWING, *overrides])
-    model = load_saved_config(tmp_path / "uncut" / "config.yaml").model
-    for one, other in zip(resumed.train, uncut.train, strict=True):
+@pytest.mark.parametrize("override", ["parallelism=dp", "model.micro_batch_size=2", "parallelism=tp2_sp"])
+def test_a_run_goes_on_in_another_layout_with_the_same_samples_and_rates(override, tmp_path, cache_dir, uncut, cut):
+    run_dir = shutil.copytree(cut[0], tmp_path / "run")
+    resumed = run_small(2 if "parallelism" in override else 1, run_dir, cache_dir, [*GROWING, override])
+    model = load_saved_config(run_dir / "config.yaml").model
+    for one, other in zip(resumed.train, uncut[1].train, strict=True):
         assert (one.consumed_samples, one.global_batch_size, one.lr) == (
             other.consumed_samples,
             other.global_batch_size,
@@ -103,12 +116,8 @@ def test_a_rate_that_followed_steps_can_follow_tokens_from_a_checkpoint_on(tmp_p
     assert [each.lr for each in resumed.train[3:]] == pytest.approx([2e-3, 1.1e-3, 2e-4])
 
 
-def test_a_run_that_ends_before_its_batch_has_grown_says_so(tmp_path, cache_dir):
-    done = fork_ranks(1, small_run_arguments(tmp_path, cache_dir, [*GROWING, "trainer.max_tokens=250"]))
-    assert done.returncode == 0, done.stderr[-4000:]
-    assert "the run ends with batches of 4 samples, before they reach model.global_batch_size=8" in " ".join(
-        (done.stdout + done.stderr).split()
-    )
+def test_a_run_that_ends_before_its_batch_has_grown_says_so(cut):
+    assert "the run ends with batches of 4 samples, before they reach model.global_batch_size=8" in cut[1]
 
 
 def test_fp8_is_proven_in_steps_of_every_size(tmp_path, cache_dir):

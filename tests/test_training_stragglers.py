@@ -7,11 +7,7 @@ import pytest
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.runs import run_small, small_run_arguments
 
-SHORT = (
-    "model.micro_batch_size=2",
-    "trainer.limit_val_batches=0",
-    "checkpoint.save_at_end=false",
-)
+SHORT = ("model.micro_batch_size=2", "trainer.limit_val_batches=0", "checkpoint.save_at_end=false")
 JUDGED_S = 1.0
 # More than a pass takes.
 SPUN_S = 0.02

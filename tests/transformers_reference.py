@@ -28,9 +28,9 @@ from gpt_pretrain.megatron.model import build_gpt_chunks, build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.megatron.trainable import Trainable
-from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.training.step import StepResult, mean_loss, train_step
 from tests.platforms import spec_of
+from tests.refusals import compose_quickly
 
 Weights = dict[str, torch.Tensor]
 
@@ -202,7 +202,7 @@ def local_names(weights: Weights) -> Weights:
 def map_weights(reference: torch.nn.Module, case: Case) -> Weights:
     """Weights of the `transformers` model as local layers have them; rows that pad the vocabulary are zero."""
     source = {name: parameter.detach() for name, parameter in reference.named_parameters()}
-    model = load_config(case.override_list()).model
+    model = compose_quickly(case.override_list()).model
     architecture = next(known for known in Architecture if known.value == type(reference).__name__)
     ours = {}
     for rule in tensor_rules(model, architecture):
@@ -240,7 +240,7 @@ def load_weights(model: GPTModel, weights: Weights) -> None:
 def built_model(case: Case, weights: Weights, *more_overrides: str) -> Iterator[torch.nn.Module]:
     """Our model in one process, holding `weights`; in bf16 wrapped as for training."""
     install_cpu_device()
-    config = load_config([*case.override_list(), *more_overrides])
+    config = compose_quickly([*case.override_list(), *more_overrides])
     platform = detect_platform()
     with process_groups(config.model, read_launch({}), platform):
         (model,) = build_gpt_chunks(spec_of(config, platform))
@@ -277,7 +277,7 @@ def built_training(case: Case, weights: Weights, *more_overrides: str) -> Iterat
     install_cpu_device()
     constant = ["model.optim.sched.name=constant", "model.optim.sched.warmup_steps=0"]
     overrides = [*case.override_list(), f"model.global_batch_size={2 * case.batch}", *constant, *more_overrides]
-    config = load_config(overrides)
+    config = compose_quickly(overrides)
     platform = detect_platform()
     with process_groups(config.model, read_launch({}), platform):
         model = build_model(spec_of(config, platform))

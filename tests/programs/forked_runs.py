@@ -10,10 +10,13 @@ The arguments are Python's own: `-m MODULE …` or `FILE …`. A fault is [NAME,
 """
 
 import atexit
+import contextlib
+import functools
 import gc
 import importlib
 import json
 import os
+import re
 import runpy
 import sys
 import threading
@@ -60,7 +63,23 @@ def exit_code(order):
     return code or 0
 
 
+OPTION = re.compile(r"(data|experiment|fp8|model|optimizer|parallelism)=\w+")
+
+
+@functools.cache
+def merge_files(*options):
+    """Once for all children: Hydra's merge of the files of these options takes a child a tenth of its time."""
+    from gpt_pretrain.config.errors import ConfigError
+    from gpt_pretrain.config.source import Loader, Source
+
+    # The child says what is wrong with them.
+    with contextlib.suppress(ConfigError):
+        Loader(Source()).compose(options)
+
+
 def start(order):
+    if sys.argv[1:] == ["--import"]:
+        merge_files(*filter(OPTION.fullmatch, order["start"]))
     if "model.compile=true" in order["start"]:
         # Once for all children: torch compiles and loads a program for each instruction set that the CPU has.
         importlib.import_module("torch._inductor.cpu_vec_isa").valid_vec_isa_list()

@@ -18,13 +18,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
 from gpt_pretrain.rules.jobs import load_config
 from tests import sabotages
-from tests.emulated_training import TINY, Training, build_training, emulate
-
-RECOMPUTED = (
-    "model.activations_checkpoint_granularity=full",
-    "model.activations_checkpoint_method=uniform",
-    "model.activations_checkpoint_num_layers=1",
-)
+from tests.emulated_training import RECOMPUTED, TINY, Training, build_training, emulate
 
 
 def sabotage(training: Training, name: str) -> None:
