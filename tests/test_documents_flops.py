@@ -80,13 +80,13 @@ def test_the_forecast_is_the_mean_over_all_places_where_samples_begin():
 
 def test_the_data_forecast_what_steps_count(tmp_path, cache_dir, paragraphs):
     overrides = [MASKED, paragraphs, "model.encoder_seq_length=256", "trainer.limit_val_batches=0"]
-    config = load_config(
+    config = compose_quickly(
         [*(each for each in SMALL_RUN if "val_check" not in each), *small_corpus(cache_dir), *overrides]
     )
     data, _ = build_datasets(config, prepare_corpus(config, show_progress=False), num_train_samples=400)
     seen = sum(int((2 * data[index]["position_ids"] + 1).sum()) for index in range(400)) / (400 * 256)
     assert data.attended == pytest.approx(seen, rel=0.05)
-    plain = load_config(
+    plain = compose_quickly(
         [*(each for each in SMALL_RUN if "val_check" not in each), *small_corpus(cache_dir), *overrides[1:]]
     )
     assert build_datasets(plain, prepare_corpus(plain, show_progress=False), num_train_samples=9)[0].attended == 256
