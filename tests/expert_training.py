@@ -99,7 +99,8 @@ def train(config: Config, dumps: Path) -> dict[str, Any]:
     bad = BadStep(step=STEPS + 1, first_sample=0, num_samples=config.model.global_batch_size)
     iterators = training.iterators(first_sample=0)
     # Without the place of the file.
-    told = write_dump(dumps, bad, trainable=training.trainable, iterators=iterators)
+    length = config.model.encoder_seq_length
+    told = write_dump(dumps, bad, trainable=training.trainable, iterators=iterators, sequence_length=length)
     seen["finding"] = told.partition(". No checkpoint")[0]
     seen["skipped"] = bool(training.result().skipped)
     return seen

@@ -61,7 +61,7 @@ def _whole_buckets() -> Iterator[None]:
 @contextmanager
 def _whole_layers() -> Iterator[None]:
     build = weights._build_without_matrices
-    weights._build_without_matrices = lambda build, *args, **kwargs: build(*args, **kwargs)
+    weights._build_without_matrices = lambda build, device, *args, **kwargs: build(*args, **kwargs)
     try:
         yield
     finally:
