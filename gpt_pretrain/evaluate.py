@@ -71,7 +71,7 @@ class EvaluateArguments:
     micro_batch_size: int = key(default=1, minimum=1)
     """Sequences of full length that a rank computes at once; it computes as many tokens of shorter ones."""
     out: str | None = None
-    """File for the report; null: RUN_DIR/evaluations/CHECKPOINT_TIME.json."""
+    """File for the report; null: RUN_DIR/evaluations/CHECKPOINT_TIME.json, or beside a checkpoint that is in no run."""
     tokenizer: str | None = None
     """The model's tokenizer.json; null: found in the checkpoint or its run's directory."""
     extensions: list[str] = field(default_factory=list)
@@ -153,9 +153,15 @@ def evaluate(arguments: EvaluateArguments) -> None:
     for warning in results.warnings:
         print_line(console, f"warning: {warning}")
     name = f"{saved.path.name}_{time.strftime('%Y-%m-%dT%H-%M-%S')}.json"
-    out = Path(arguments.out) if arguments.out else saved.path.parent.parent / "evaluations" / name
+    out = Path(arguments.out) if arguments.out else folder_of_reports(saved.path) / name
     write_results(results, out, checkpoint=str(saved.path), step=saved.manifest.step)
     print_line(console, f"written: {visible(str(out))}")
+
+
+def folder_of_reports(checkpoint: Path) -> Path:
+    """In the checkpoint's run, or beside a checkpoint that is in no run, as an imported one."""
+    folder = checkpoint.parent
+    return (folder.parent if folder.name == "checkpoints" else folder) / "evaluations"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

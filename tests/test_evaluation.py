@@ -2,11 +2,12 @@
 
 import importlib.metadata
 import json
+from pathlib import Path
 
 import pytest
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.evaluate import main
+from gpt_pretrain.evaluate import folder_of_reports, main
 from gpt_pretrain.export import main as export_main
 from gpt_pretrain.report.sinks import scalars
 from gpt_pretrain.rules.jobs import load_config
@@ -117,6 +118,13 @@ def test_the_layout_of_the_run_is_the_default(tasks, tmp_path):
     three = fork_ranks(3, ["-m", "gpt_pretrain.evaluate", f"checkpoint={path}", f"include_path={tasks}", ALL])
     assert three.returncode != 0
     assert "model.tensor_model_parallel_size=2" in three.stderr
+
+
+@pytest.mark.parametrize("place", ["run/checkpoints/step_00000300", "start"])
+def test_reports_stay_where_the_user_works(place):
+    """Of an imported checkpoint, start, they were written to the folder above."""
+    run_dir = "run" if place.startswith("run") else ""
+    assert folder_of_reports(Path("/home") / place) == Path("/home", run_dir, "evaluations")
 
 
 DROPOUT = ("model.hidden_dropout=0.1", "model.attention_dropout=0.1")

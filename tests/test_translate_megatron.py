@@ -318,6 +318,17 @@ def test_the_yaml_is_what_the_loader_reads(capsys, tmp_path):
     assert load_config(["experiment=mine", "fp8=none"], Source(config_dir=tmp_path)).model.fp8 is False
 
 
+@pytest.mark.parametrize("save", [[], ["--save", "checkpoints/mine"]])
+def test_a_checkpoint_to_go_on_from_is_named_with_its_import(capsys, save):
+    """Where Megatron-LM also saves, its run may resume or continue another's: both are told."""
+    done = translate(capsys, *SMALL, "--load", "checkpoints/mine", *save)
+    told = " ".join(done.text.replace("#", " ").split())
+    assert "checkpoint.init_from" in told
+    assert "python -m gpt_pretrain.import_megatron" in told
+    if save:
+        assert "path=checkpoints/mine out=start" in told
+
+
 def test_abbreviations_are_not_guessed():
     translation = translate_megatron_lm(Given(files=(), words=[*SMALL, "--hidden-dro", "0.3"], environment={}))
     assert [lost.setting for lost in translation.lost if "hidden-dro" in lost.setting] == ["--hidden-dro 0.3"]

@@ -128,9 +128,10 @@ def import_hf(source: Path, out: Path) -> str:
 
 
 def how_to_continue(out: Path) -> str:
-    """The line that says how a run starts from what was imported."""
+    """The lines that say how a run starts from what was imported."""
     return (
         f"continue with: python -m gpt_pretrain --config-dir {shell_word(str(out))} experiment={_EXPERIMENT} data=…\n"
+        f"or, with settings of your own for this model: checkpoint.init_from={shell_word(str(out))}\n"
     )
 
 

@@ -4,6 +4,7 @@ The sources are megatron-core 0.19.2's `megatron/training/arguments.py`, `argume
 """
 
 import math
+import shlex
 
 from gpt_pretrain.translate.common import GPT2_TOKENS, blend, set_vocabulary_rows
 from gpt_pretrain.translate.megatron_options import ROWS
@@ -268,8 +269,13 @@ def _saves(source: Source, translation: Translation) -> None:
         there = f"training went on from that checkpoint{' with ' if more else ''}{', '.join(more)}"
         here = "python -m gpt_pretrain.import_megatron imports its weights, for checkpoint.init_from"
         translation.lose(shown, there, here)
-    elif source.get("load") is not None:
-        translation.not_needed.append((source.shown("load"), "a run resumes from its own run_dir (checkpoint.resume)"))
+    elif (folder := source.get("load")) is not None:
+        # Their runs resume from there, too; ours from their run_dir.
+        imports = f"python -m gpt_pretrain.import_megatron path={shlex.quote(str(folder))} out=start"
+        why = (
+            f"if {source.shown('load')} holds a checkpoint of Megatron-LM: start, made by {imports}; null: new weights"
+        )
+        translation.up_to_you.append(("checkpoint.init_from", why))
     if not loads:
         given = [source.given[name] for name in ("finetune", "no_load_optim", "no_load_rng") if name in source.given]
         translation.not_needed += [(setting, "nothing is loaded") for setting in given]
