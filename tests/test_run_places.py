@@ -137,6 +137,12 @@ def start(compose_config, tmp_path):
     return run
 
 
+def delete(folder):
+    # A save that renames its files meanwhile takes some away from under it.
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 MOVES = {
     "moved": lambda path: path.rename(path.with_name("moved")),
     "replaced": lambda path: (path.rename(path.with_name("moved")), path.mkdir()),
@@ -146,7 +152,7 @@ MOVES = {
         metrics_path(path).write_text("another run's\n"),
     ),
     "a dangling link": lambda path: (path.rename(path.with_name("moved")), path.symlink_to(path.with_name("gone"))),
-    "deleted": shutil.rmtree,
+    "deleted": delete,
 }
 
 
