@@ -33,8 +33,12 @@ def padded_vocab_size(model: ModelConfig) -> int:
 
     Megatron-LM multiplies the divisor by TP. Here the weights have the same shape at every TP, which must divide it.
     """
-    divisor = model.make_vocab_size_divisible_by
-    return -(-model.vocab_size // divisor) * divisor
+    return padded_rows(model.vocab_size, model.make_vocab_size_divisible_by)
+
+
+def padded_rows(num_tokens: int, divisor: int) -> int:
+    """Rows of an embedding of so many tokens, in multiples of a divisor."""
+    return -(-num_tokens // divisor) * divisor
 
 
 def uses_distributed_optimizer(model: ModelConfig) -> bool:

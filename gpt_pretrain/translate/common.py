@@ -3,6 +3,7 @@
 import math
 from typing import Any
 
+from gpt_pretrain.config.derived import padded_rows
 from gpt_pretrain.translate.translation import Source, Translation
 
 GPT2_TOKENS = 50257
@@ -17,8 +18,7 @@ def set_vocabulary_rows(
     divisor, tp = source.get(divisor_name), source.get(tp_name, 1)
     if not isinstance(divisor, int) or not isinstance(tp, int):
         return
-    padded = None if not tokens else -(-tokens // (divisor * tp)) * divisor * tp
-    ours = None if not tokens else -(-tokens // divisor) * divisor
+    padded, ours = (None if not tokens else padded_rows(tokens, each) for each in (divisor * tp, divisor))
     key = "model.make_vocab_size_divisible_by"
     if padded == ours and ours is not None and ours % tp == 0:
         translation.derive(key, divisor, divisor_name)

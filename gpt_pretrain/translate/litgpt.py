@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 
+from gpt_pretrain.config.derived import padded_rows
 from gpt_pretrain.translate.common import set_init, set_preset, set_saves, set_sharding, set_sizes
 from gpt_pretrain.translate.hugging_face import preset_named
 from gpt_pretrain.translate.translation import (
@@ -165,7 +166,7 @@ def _layers(source: Source, translation: Translation) -> None:
     translation.derive("model.qkv_bias", bias, f"{section}attn_bias")
     tokens, rows = source.get(f"{section}vocab_size"), source.get(f"{section}padded_vocab_size")
     multiple = source.get(f"{section}padding_multiple")
-    padded = rows or -(-tokens // multiple) * multiple
+    padded = rows or padded_rows(tokens, multiple)
     how = f"{padded:,} rows"
     translation.derive("model.vocab_size", padded, f"{section}padded_vocab_size", f"{section}vocab_size", how=how)
     translation.derive("model.make_vocab_size_divisible_by", 1, f"{section}padding_multiple", how=how)

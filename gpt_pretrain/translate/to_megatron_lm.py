@@ -35,6 +35,7 @@ fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp
 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
 """)
 _SCHED = "model.optim.sched."
+_DIVISOR = "model.make_vocab_size_divisible_by"
 _OF_RUN = ("name", "run_dir", "trainer.devices", "trainer.num_nodes", "trainer.precision")
 _SHARDED = ("optim_grads", "optim_grads_params")
 
@@ -132,18 +133,16 @@ def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from _data_and_saves(values)
 
 
-def padded_rows(values: Mapping[str, Any], *, ranks: int = 1) -> int:
-    """Rows of the embedding, padded to a multiple of the divisor times these ranks."""
-    multiple = values["model.make_vocab_size_divisible_by"] * ranks
-    return int(-(-values["model.vocab_size"] // multiple) * multiple)
+def _rows(values: Mapping[str, Any]) -> int:
+    return derived.padded_rows(values["model.vocab_size"], values[_DIVISOR])
 
 
 def _divisor(values: Mapping[str, Any]) -> int:
     """The divisor with which Megatron-LM, times its tensor-parallel ranks, pads to the same rows."""
-    key, tp = "model.make_vocab_size_divisible_by", values["model.tensor_model_parallel_size"]
-    divisors = (values[key] // tp or 1, *range(values[key], 0, -1))
-    fitting = (each for each in divisors if padded_rows({**values, key: each}, ranks=tp) == padded_rows(values))
-    return int(next(fitting, values[key]))
+    tokens, divisor, rows = values["model.vocab_size"], values[_DIVISOR], _rows(values)
+    tp = values["model.tensor_model_parallel_size"]
+    divisors = (divisor // tp or 1, *range(divisor, 0, -1))
+    return int(next((each for each in divisors if derived.padded_rows(tokens, each * tp) == rows), divisor))
 
 
 def _numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -250,6 +249,6 @@ def _different(run: Resolved, words: Sequence[str]) -> Iterator[tuple[str, str]]
         # Null: chosen here.
         if key in _OF_RUN or value is None or value == back[key] or why_no_effect(run, key):
             continue
-        if key == "model.make_vocab_size_divisible_by" and padded_rows(ours) == padded_rows(back):
+        if key == _DIVISOR and _rows(ours) == _rows(back):
             continue
         yield key, f"{key}={show(value)}: Megatron-LM does what {key}={show(back[key])} does"
