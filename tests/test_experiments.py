@@ -23,6 +23,7 @@ EXPERIMENTS = {
     "smoke": (1, False),
     "gpt2_124m_1gpu": (1, True),
     "gpt3_1_3b_1gpu": (1, True),
+    "speedrun_d12": (1, True),
     "gpt3_175b_512gpu": (512, True),
     "llama3_70b_64gpu": (64, True),
     "llama3_8b_2gpu": (2, True),
@@ -182,6 +183,17 @@ def test_a_preset_that_saves_keeps_its_last_step_too(experiment, compose_config)
 def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_config):
     model = compose_config(f"experiment={experiment}").model
     assert model.global_batch_size * model.encoder_seq_length == 131_072
+
+
+@pytest.mark.parametrize("fp8", ["none", "delayed", "tensorwise"])
+def test_the_speedrun_has_the_matrices_of_nanochats_depth_12(fp8):
+    planned = build_plan(load_config(["experiment=speedrun_d12", f"fp8={fp8}", "plan.gpu=h100"]))
+    assert planned.fits
+    # Its `num_scaling_params`: transformer_matrices, with gates of 432 for its value embeddings, and lm_head.
+    nanochats = 84_935_088 + 25_165_824
+    embeddings = 32_768 * 768
+    # Beside them norms: two of 768 and two of a head a layer, and the last.
+    assert planned.num_parameters == nanochats - 432 + embeddings + 12 * (2 * 768 + 2 * 128) + 768
 
 
 @pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])
