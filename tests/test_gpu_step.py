@@ -44,6 +44,8 @@ SMALL = (
         pytest.param(["model=tiny", *LEAN, *SMALLEST], id="small states"),
         pytest.param(["model=tiny", "model.cuda_graph_impl=local"], id="graphs"),
         pytest.param(["model=tiny", *RECOMPUTED], id="full recompute"),
+        pytest.param(["model=tiny", "model.activation=squared_relu"], id="squared relu"),
+        pytest.param(["model=tiny", "model.activation=squared_relu", "model.cuda_graph_impl=local"], id="its graphs"),
         pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),
     ],
 )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
+from megatron.core.activations import squared_relu as core_squared_relu
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig
 from megatron.core.quantization.quant_config import GlobMatcher, RecipeConfig
@@ -44,8 +45,8 @@ from gpt_pretrain.run.run_spec import RunSpec
 
 
 def _squared_relu(values: torch.Tensor) -> torch.Tensor:
-    # megatron-core's own is compiled at its first call, which takes minutes of C++ without a GPU.
-    return F.relu(values).square()
+    # Compiled at its first call, which takes minutes of C++ without a GPU. On one it reads and writes a third as much.
+    return core_squared_relu(values) if values.is_cuda else F.relu(values).square()
 
 
 _ACTIVATIONS = {
