@@ -186,8 +186,8 @@ def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_con
 
 
 @pytest.mark.parametrize("fp8", ["none", "delayed", "tensorwise"])
-def test_the_speedrun_has_the_matrices_of_nanochats_depth_12(fp8):
-    planned = build_plan(load_config(["experiment=speedrun_d12", f"fp8={fp8}", "plan.gpu=h100"]))
+def test_the_speedrun_has_the_matrices_of_nanochats_depth_12(fp8, compose_config):
+    planned = build_plan(compose_config("experiment=speedrun_d12", f"fp8={fp8}", "plan.gpu=h100"))
     assert planned.fits
     # Its `num_scaling_params`: transformer_matrices, with gates of 432 for its value embeddings, and lm_head.
     nanochats = 84_935_088 + 25_165_824
