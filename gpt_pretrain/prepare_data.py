@@ -52,7 +52,7 @@ def prepare(request: Request, jobs: Sequence[Job], launch: Launch) -> None:
             )
             + (
                 f"    attention to documents of {train.attended:,.0f} tokens on average, in samples of "
-                f"{config.model.encoder_seq_length:,}\n"
+                f"{config.model.encoder_seq_length:,}: plan.document_length={train.attended:.0f}\n"
                 if config.model.data.inter_document_masking
                 else ""
             )

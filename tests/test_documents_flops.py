@@ -18,7 +18,8 @@ from gpt_pretrain.data.datasets import build_datasets
 from gpt_pretrain.data.documents import expected_attended
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.optimizer import StepResult
-from gpt_pretrain.plan.document import WIDTH, print_plan
+from gpt_pretrain.plan.__main__ import main as plan
+from gpt_pretrain.plan.document import WIDTH, plan_document, print_plan
 from gpt_pretrain.plan.forecast import build_plan
 from gpt_pretrain.run.products import resolve
 from tests.platforms import CPU
@@ -122,12 +123,51 @@ def test_a_stopwatch_leaves_warmup_steps_out(squares, expected, compose_config):
     assert watch.squared_lengths == expected
 
 
+def plan_of(*overrides):
+    # Larger microbatches than the preset's, so that no step waits for the host.
+    return build_plan(compose_quickly(["model=gpt2_124m", "model.micro_batch_size=128", "fp8=delayed", *overrides]))
+
+
+def test_the_plan_forecasts_attention_of_the_documents_that_it_is_told():
+    whole, told = plan_of(MASKED), plan_of(MASKED, "plan.document_length=256")
+    model = whole.spec.model
+    # A quarter of each sample.
+    less = 3 * model.num_layers * 2 * model.hidden_size * (1024 - 256)
+    assert whole.flops_per_token == plan_of().flops_per_token
+    assert told.flops_per_token == pytest.approx(whole.flops_per_token - less)
+    attention = [plan.speed.run.seconds["attention"] for plan in (whole, told)]
+    launches = attention[0] - (attention[0] - attention[1]) * 4 / 3
+    assert 0 < launches < attention[1] / 10
+    assert told.speed.run.step_s < whole.speed.run.step_s
+    # More of what is left is in FP8.
+    assert told.fp8_flops_share > whole.fp8_flops_share
+    assert plan_document(told)["fp8_flops_share"] == told.fp8_flops_share
+    assert told.memory == whole.memory
+
+
 def test_the_plan_says_what_lengths_it_assumed():
     def printed(*overrides):
         console = Console(file=io.StringIO(), width=WIDTH)
-        print_plan(build_plan(compose_quickly(["model=gpt2_124m", "fp8=delayed", *overrides])), console)
+        print_plan(plan_of(*overrides), console)
         return " ".join(console.file.getvalue().split())
 
     assumed = "samples of one document each"
-    assert printed(MASKED).count(assumed) == 2
+    assert assumed in printed(MASKED)
+    assert assumed not in printed(MASKED, "plan.document_length=256")
+    assert "256 tokens, of plan.document_length" in printed(MASKED, "plan.document_length=256")
     assert assumed not in printed()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["plan.document_length=256"], "model.data.inter_document_masking"),
+        ([MASKED, "plan.document_length=0"], "plan.document_length=0"),
+        ([MASKED, "plan.document_length=2000"], "model.encoder_seq_length=1024"),
+    ],
+)
+def test_lengths_that_nothing_reads_or_no_sample_holds_are_refused(overrides, expected, capsys, tmp_path):
+    assert plan(["model=gpt2_124m", "data=mock", f"run_dir={tmp_path}", *overrides]) == 2
+    told = capsys.readouterr().err
+    assert "plan.document_length" in told
+    assert expected in told

@@ -493,7 +493,7 @@ ELSEWHERE = {
         "model.tokenizer.vocab_size",
     ),
     # What these two plan for and measure; training reads none of it.
-    "plan": ("plan.gpu", "plan.num_gpus"),
+    "plan": ("plan.gpu", "plan.num_gpus", "plan.document_length"),
     "benchmark": (
         "benchmark.variants",
         "benchmark.overrides",

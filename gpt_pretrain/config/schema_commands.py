@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import PlanGpu
-from gpt_pretrain.config.facts import key
+from gpt_pretrain.config.facts import key, read_with
 
 
 @dataclass(kw_only=True, slots=True)
@@ -14,6 +14,10 @@ class PlanConfig:
     """GPU to forecast memory and speed for: h100 (SXM), h200 or b200."""
     num_gpus: int | None = key(largest=2**20)
     """Number of GPUs; null: trainer.devices × trainer.num_nodes if given, else the fewest that the layout needs."""
+    document_length: float | None = key(
+        above=0, before=None, unread=[read_with("model.data.inter_document_masking", True)]
+    )
+    """Tokens of the document that a token is in on average, as prepare_data tells it; null: every sample is one."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -14,7 +14,6 @@ class DocumentMasking(Feature):
 
     key = "data.inter_document_masking"
     off = "model.data.inter_document_masking=false"
-    not_forecast = "attention is that of samples of one document each, so it takes at most as long"
 
     @override
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:

@@ -82,10 +82,19 @@ def _header(plan: Plan) -> RenderableType:
     grid.add_row("rate", plan.schedule.rates)
     emulated = "emulated " if model.fp8 and model.fp8_emulate else ""
     layers = "Transformer Engine" if plan.spec.kernels.transformer_engine else "megatron-core's local layers"
-    share = f"{plan.spec.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8"
+    share = f"{plan.fp8_flops_share:.0%} of the matrix operations in {emulated}FP8"
     grid.add_row("layers", "; ".join([layers, share, *describe_kept_out(plan.spec)]))
     grid.add_row("fused", fused_parts(plan.spec.kernels))
     return Panel(grid, title=Text(f"plan: {plan.spec.config.name}", style="bold"), title_align="left", width=WIDTH)
+
+
+def _documents(plan: Plan) -> str:
+    """What attention is counted for, where documents do not see each other."""
+    if not plan.spec.model.data.inter_document_masking:
+        return ""
+    if (length := plan.spec.config.plan.document_length) is None:
+        return ", for samples of one document each: at most; prepare_data tells plan.document_length"
+    return f", with {length:,.0f} tokens, of plan.document_length, in place of the sequence"
 
 
 def _length(schedule: RunSchedule) -> str:
@@ -212,8 +221,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
     console.print(Text.assemble(("FLOPs per token: ", "bold"), format_short(plan.flops_per_token)))
-    at_most = ", for samples of one document each" if plan.spec.model.data.inter_document_masking else ""
-    console.print(Text(f"{FLOPS_FORMULA}{at_most}\n", style="dim"))
+    console.print(Text(f"{FLOPS_FORMULA}{_documents(plan)}\n", style="dim"))
     if plan.speed is not None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
@@ -245,7 +253,7 @@ def plan_document(plan: Plan) -> dict[str, Any]:
         "kernels": {name: value.value if isinstance(value, Enum) else value for name, value in kernels},
         "settings": [asdict(setting) for setting in plan.settings],
         "linear_layers": [asdict(linear) for linear in plan.linears],
-        "fp8_flops_share": plan.spec.fp8_flops_share,
+        "fp8_flops_share": plan.fp8_flops_share,
         "memory": {
             "fits": plan.fits,
             "needed_gib": memory.needed_gib,

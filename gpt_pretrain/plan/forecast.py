@@ -167,6 +167,8 @@ class Plan:
     memory: MemoryForecast
     checkpoint: CheckpointForecast
     flops_per_token: float
+    fp8_flops_share: float
+    """Of a step's matrix operations, attention and LM head included."""
     speed: SpeedForecast | None
     """None where no measurement supports a prediction."""
     schedule: RunSchedule
@@ -210,7 +212,8 @@ def build_plan(config: Config) -> Plan:
         num_parameters=num_parameters,
         memory=memory,
         checkpoint=checkpoint,
-        flops_per_token=flops_per_token(spec.model),
+        flops_per_token=flops_per_token(spec.model, config.plan.document_length),
+        fp8_flops_share=spec.fp8_flops_share_of(spec.linears, config.plan.document_length),
         speed=speed,
         schedule=schedule,
         verdicts=(*verdicts, checkpoint.verdict),

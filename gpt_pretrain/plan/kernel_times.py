@@ -78,10 +78,11 @@ def _cast_s(gpu: Gpu, linear: Linear, recipe: Recipe, features: Iterable[Feature
 
 
 def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
-    """Causal attention: half of the scores."""
-    model = spec.model
+    """Causal attention: half of the scores, of samples or of the documents in them."""
+    model, documents = spec.model, spec.config.plan.document_length
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
-    flops = ATTENTION_PRODUCTS * tokens * model.encoder_seq_length * width
+    attended = model.encoder_seq_length if documents is None else documents
+    flops = ATTENTION_PRODUCTS * tokens * attended * width
     # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)
     reached *= math.prod(feature.attention_speed for feature in used_features(spec))

@@ -161,9 +161,21 @@ def planned_world_problems(config: Config) -> Iterator[str]:
             )
 
 
+def _length_problems(config: Config) -> Iterator[str]:
+    """Why `plan.document_length` is impossible."""
+    length, most = config.plan.document_length, config.model.encoder_seq_length
+    if length is not None and length > most:
+        yield (
+            f"plan.document_length={length:g} is more than a sample of model.encoder_seq_length={most} holds; use the "
+            "number that prepare_data prints for samples of this length"
+        )
+
+
 def planned_problems(config: Config) -> list[str]:
     """Every rule that training on the planned ranks would break, before it looks at the machine."""
-    return list(planned_world_problems(config)) or config_problems(config, _planned_launch(config))
+    return [*planned_world_problems(config), *_length_problems(config)] or config_problems(
+        config, _planned_launch(config)
+    )
 
 
 def _planned_launch(config: Config) -> Launch:
