@@ -53,7 +53,7 @@ def test_cut_samples_begin_positions_and_documents_anew():
     assert cut.labels.tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9], [10, 11, 12]]
     assert cut.loss_mask.tolist() == [[1, 1, 1], [1, 0, 1], [1, 0, 1], [1, 1, 1]]
     assert cut.position_ids.tolist() == [[0, 1, 2], [0, 0, 1], [0, 0, 1], [0, 1, 2]]
-    assert cut.document_borders.tolist() == [0, 3, 4, 6, 7, 9, 12]
+    assert cut.document_borders.tolist() == [0, 3, 4, 6, 7, 9, *[12] * 27]
     assert batch.cut(6) is batch
     whole = Batch(tokens, tokens + 1, mask, torch.arange(6).expand(2, 6)).cut(3)
     assert whole.position_ids.tolist() == [[0, 1, 2]] * 4

@@ -82,7 +82,7 @@ def test_positions_restart_and_borders_stand_where_documents_begin(tmp_path, num
         assert sorted(packed) == ["labels", "loss_mask", "position_ids", "tokens"]
         assert {each.shape for each in packed.values()} == {(1, 2 * SEQUENCE_LENGTH)}
         starts = [at for at, place in enumerate(expected.flatten().tolist()) if place == 0]
-        assert batch.document_borders.tolist() == [*starts, 2 * SEQUENCE_LENGTH]
+        assert batch.document_borders.tolist() == starts + [2 * SEQUENCE_LENGTH] * (33 - len(starts))
         assert batch.document_borders.dtype is torch.int32
         # The next tokens are labels across borders, too.
         assert torch.equal(batch.tokens[:, 1:], batch.labels[:, :-1])
@@ -92,7 +92,14 @@ def test_positions_restart_and_borders_stand_where_documents_begin(tmp_path, num
 
 def test_samples_of_one_document_have_their_own_ends_for_borders():
     positions = torch.arange(SEQUENCE_LENGTH).repeat(3, 1)
-    assert document_borders(positions).tolist() == [0, 16, 32, 48]
+    assert document_borders(positions).tolist() == [0, 16, 32, *[48] * 30]
+
+
+@pytest.mark.parametrize(("num", "expected"), [(1, 32), (32, 32), (33, 64), (64, 64), (1000, 1024), (1025, 2048)])
+def test_empty_documents_at_the_end_make_few_numbers_of_documents(num, expected):
+    """Each number is a plan of cuDNN's."""
+    borders = document_borders(torch.arange(2).repeat(1, num))
+    assert borders.tolist() == [min(2 * begin, 2 * num) for begin in range(expected + 1)]
 
 
 def test_without_masking_batches_are_as_they_were(tmp_path):

@@ -5,12 +5,15 @@ from itertools import pairwise
 import pytest
 import torch
 
+from gpt_pretrain.megatron.documents import without_filling
 from gpt_pretrain.megatron.layers import attention_in_documents
 from tests.forked_runs import fork_ranks
 
 HEADS, GROUPS, WIDTH = 8, 4, 16
 # Documents of one token at the start, inside and at the end, and some whose lengths no number of ranks divides.
 BORDERS = [0, 1, 8, 9, 23, 31, 32]
+# As loaders hand them over: with empty documents at the end.
+GIVEN = [*BORDERS, 32, 32]
 
 
 def softmax_by_hand(query, key, value, scale):
@@ -31,7 +34,7 @@ def inputs():
     length = BORDERS[-1]
     given = {name: torch.randn(length, 1, heads, WIDTH, generator=generator) for name, heads in shapes.items()}
     gradient = torch.randn(length, 1, HEADS * WIDTH, generator=generator)
-    return {**given, "borders": torch.tensor(BORDERS, dtype=torch.int32), "gradient": gradient}
+    return {**given, "borders": torch.tensor(GIVEN, dtype=torch.int32), "gradient": gradient}
 
 
 @pytest.fixture(scope="module")
@@ -40,6 +43,16 @@ def expected(inputs):
     out = softmax_by_hand(*leaves, 0.25)
     out.backward(inputs["gradient"].double())
     return out.detach().float(), [each.grad for each in leaves]
+
+
+def test_a_function_whose_tensors_are_not_filled_does_all_else_as_before():
+    def compute(values):
+        values[0].fill_(0)
+        values[1].zero_()
+        return values * 2
+
+    assert without_filling(compute)(torch.ones(3)).tolist() == [2, 0, 2]
+    assert compute(torch.ones(3)).tolist() == [0, 0, 2]
 
 
 def test_attention_in_documents_is_a_softmax_by_hand(inputs, expected):

@@ -57,8 +57,8 @@ class Batch:
     position_ids: torch.Tensor
     """int64 [b, s]"""
     document_borders: torch.Tensor | None = None
-    """int32 [documents + 1], of the samples end to end: where each document begins, and b · s; None where documents
-    see each other (`data.documents`)."""
+    """int32 [documents + 1], of the samples end to end: where each document begins, and b · s; empty ones come last.
+    None where documents see each other (`data.documents`)."""
 
     def sequences(self) -> dict[str, torch.Tensor]:
         """Tokens, labels, loss mask and positions as the model takes them, by name: [b, s], or with borders [1, b · s].

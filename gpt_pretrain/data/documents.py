@@ -12,6 +12,8 @@ import torch
 from torch.utils.data import default_collate
 
 BORDERS = "document_borders"
+# Documents of a microbatch, with empty ones; fewer are one number to cuDNN (Transformer Engine's `get_max_batch_size`).
+_FEWEST = 32
 # Documents whose lengths stand for those of a file.
 _MOST_LENGTHS = 2**20
 
@@ -19,10 +21,15 @@ _MOST_LENGTHS = 2**20
 def document_borders(position_ids: torch.Tensor) -> torch.Tensor:
     """Where each document of the samples [b, s] begins, and the end b · s; int32 [documents + 1].
 
-    Positions are 0 at the first token of a document and nowhere else.
+    Positions are 0 at the first token of a document and nowhere else. Empty documents at the end make their number a
+    power of two: cuDNN plans anew for each number above 512 that it meets, and Transformer Engine chooses its kernels
+    anew for each number.
     """
     starts = (position_ids.flatten() == 0).nonzero().flatten()
-    return torch.cat([starts, starts.new_tensor([position_ids.numel()])]).to(torch.int32)
+    num_documents = max(_FEWEST, 1 << (len(starts) - 1).bit_length())
+    borders = torch.full((num_documents + 1,), position_ids.numel(), dtype=torch.int32, device=starts.device)
+    borders[: len(starts)] = starts
+    return borders
 
 
 def expected_attended(lengths: numpy.ndarray, sequence_length: int) -> float:
