@@ -1,7 +1,13 @@
+import base64
 import json
+import os
 import re
+import subprocess
+import sys
 
 import pytest
+import sentencepiece
+import tiktoken
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
@@ -98,7 +104,7 @@ SENTENCEPIECE = b"\n\x0e\n\x05<unk>\x15\x00\x00\x00\x00\x18\x02\n\x0c\n\x03<s>\x
 @pytest.mark.parametrize(
     ("name", "content", "kind", "command"),
     [
-        ("tokenizer.model", SENTENCEPIECE, "SentencePiece", "AutoTokenizer as A; A.from_pretrained('{folder}')"),
+        ("tokenizer.model", SENTENCEPIECE, "SentencePiece", "LlamaTokenizer as L; "),
         ("tokenizer.model", b"IQ== 0\nIg== 1\n", "tiktoken", "TikTokenConverter as C; C('{folder}/tokenizer.model'"),
         ("cl100k_base.tiktoken", b"IQ== 0\r\nIg== 1\r\n", "tiktoken", "C('{folder}/cl100k_base.tiktoken'"),
     ],
@@ -110,6 +116,72 @@ def test_a_tokenizer_of_another_format_is_answered_with_the_command_that_convert
     with pytest.raises(UserError, match=f"model.tokenizer.model=.* a file of {kind}; convert it: ") as refused:
         load_tokenizer(tmp_path / name)
     assert command.format(folder=tmp_path) in str(refused.value)
+
+
+# Llama 3's words (huggingface meta-llama/Meta-Llama-3-8B, tokenizer.json).
+LLAMA_3_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+SAMPLES = ("The first\n\n  line of a text", " two  spaces é 漢", "</s> is a tag", "\n\tx", "a")
+
+
+def told_command(path):
+    """The Python program of the command that a refusal tells."""
+    with pytest.raises(UserError) as refused:
+        load_tokenizer(path)
+    return re.search(r'python -c "([^"]*)"', str(refused.value))[1]
+
+
+def convert(path):
+    """Carries it out in the file's folder."""
+    command = [sys.executable, "-c", told_command(path)]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=path.parent, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("puts_a_space_before", [True, False])
+def test_a_converted_sentencepiece_model_makes_its_tokens(puts_a_space_before, tmp_path):
+    train_sentencepiece(tmp_path, model_type="bpe", add_dummy_prefix=puts_a_space_before)
+    done = convert(tmp_path / "tokenizer.model")
+    assert done.returncode == 0, done.stderr[-2000:]
+    converted = load_tokenizer(tmp_path / "tokenizer.json")
+    original = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "tokenizer.model"))
+    assert [converted.encode(text) for text in SAMPLES] == original.encode(list(SAMPLES))
+    assert converted.eod_token == "</s>"
+
+
+def test_a_sentencepiece_model_that_the_command_would_change_is_refused_by_it(tmp_path):
+    train_sentencepiece(tmp_path, model_type="unigram")
+    assert "no plain BPE" in convert(tmp_path / "tokenizer.model").stderr
+    assert not (tmp_path / "tokenizer.json").exists()
+
+
+def train_sentencepiece(folder, **options):
+    """Of the settings of Llama's and Gemma's, on this file."""
+    sentencepiece.SentencePieceTrainer.train(
+        input=__file__,
+        model_prefix=str(folder / "tokenizer"),
+        vocab_size=500,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        minloglevel=2,
+        **options,
+    )
+
+
+def test_a_converted_tiktoken_file_makes_its_tokens(tmp_path):
+    words = [*(bytes([byte]) for byte in range(256)), b"th", b"the", b" t", b"in", b" th", b"\n\n"]
+    lines = (base64.b64encode(word) + b" %d\n" % rank for rank, word in enumerate(words))
+    (tmp_path / "x.tiktoken").write_bytes(b"".join(lines))
+    done = convert(tmp_path / "x.tiktoken")
+    assert done.returncode == 0, done.stderr[-2000:]
+    converted = load_tokenizer(tmp_path / "tokenizer.json")
+    ranks = {word: rank for rank, word in enumerate(words)}
+    original = tiktoken.Encoding("x", pat_str=LLAMA_3_WORDS, mergeable_ranks=ranks, special_tokens={})
+    assert [converted.encode(text) for text in SAMPLES] == original.encode_ordinary_batch(list(SAMPLES))
+    assert (converted.eod_token, converted.eod) == ("<|endoftext|>", len(words))
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,16 @@ _CONVERT = (
     (
         re.compile(rb"\n.[\n\x08]", re.DOTALL),
         "SentencePiece",
-        'pip install transformers sentencepiece protobuf; python -c "from transformers import AutoTokenizer as A; '
-        "A.from_pretrained('{path.parent}').save_pretrained('{path.parent}')\", of a file named tokenizer.model",
+        # transformers leaves out the space that SentencePiece puts before a text, or all but one of several.
+        'pip install transformers sentencepiece protobuf; python -c "import sentencepiece as s; '
+        "from transformers import LlamaTokenizer as L; from tokenizers.normalizers import Prepend, Replace, Sequence; "
+        "m = s.SentencePieceProcessor(model_file='{path}'); b = L.from_pretrained('{path.parent}').backend_tokenizer; "
+        "b.pre_tokenizer = None; "
+        "space = m.encode('a', out_type=str)[0][0] == '▁'; "
+        "b.normalizer = Sequence([Prepend('▁')] * space + [Replace(' ', '▁')]); "
+        "t = ' The  ﬁrst\\n\\ttext'; assert b.encode(t, add_special_tokens=False).ids == m.encode(t), 'no plain BPE'; "
+        "b.save('tokenizer.json')\" (of a file named tokenizer.model; one that is no plain BPE, as T5's, needs its own "
+        "class of transformers)",
     ),
 )
 _BEGINNING_BYTES = 1024
