@@ -117,8 +117,8 @@ def refused(server, name, key="model.data.text_files"):
 
 def test_what_is_not_there_is_told(server):
     assert "there is no such file" in refused(server, "x.jsonl")
-    (server.folder / "x.json").write_text("")
-    assert "'.json'; known are" in refused(server, "x.json")
+    (server.folder / "x.csv").write_text("")
+    assert "'.csv'; known are" in refused(server, "x.csv")
 
 
 def test_credentials_come_from_netrc_and_their_lack_is_told(server, tmp_path, monkeypatch):

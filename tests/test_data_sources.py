@@ -138,11 +138,15 @@ def test_compressed_files_are_read_as_what_they_hold(codec, tmp_path):
         documents(rows)
 
 
+BOM = "\ufeff"
+
+
 def write_rows(folder, suffix, rows):
     """Rows {"meta": {"text": …}, "meta.title": …} as a file of a format."""
     path = folder / f"x{suffix}"
-    if suffix == ".jsonl":
-        path.write_bytes(codecs.BOM_UTF8 + "\n".join(map(json.dumps, rows)).encode())
+    if suffix.startswith(".json"):
+        # As of two files that were joined.
+        path.write_bytes(codecs.BOM_UTF8 + f"\n{BOM}".join(map(json.dumps, rows)).encode())
     elif suffix == ".parquet":
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     else:
@@ -152,7 +156,7 @@ def write_rows(folder, suffix, rows):
     return str(path)
 
 
-@pytest.mark.parametrize("suffix", [".jsonl", ".parquet", ".arrow"])
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".parquet", ".arrow"])
 def test_nested_and_dotted_names_nulls_and_byte_order_marks_are_alike_in_all_formats(suffix, tmp_path):
     rows = [
         {"meta": {"text": "\ufeffone", "n": 1}, "meta.title": "I"},
@@ -167,6 +171,12 @@ def test_nested_and_dotted_names_nulls_and_byte_order_marks_are_alike_in_all_for
         documents(FileSource([path], "meta.body"))
     with pytest.raises(UserError, match=r"'meta\.n' is .*int"):
         documents(FileSource([path], "meta.n"))
+
+
+def test_columns_of_nulls_alone_are_empty_documents(tmp_path):
+    write_parquet(tmp_path / "x.parquet", text=[None, None])
+    write_arrow(tmp_path / "x.arrow", pyarrow.ipc.new_stream, 1, text=[None, None])
+    assert documents(FileSource([f"{tmp_path}/x.*"], "text")) == [""] * 4
 
 
 @pytest.mark.parametrize("kind", ["dictionary", "string_view", "large_string"])
@@ -184,10 +194,11 @@ def test_every_type_of_text_is_read(suffix, kind, tmp_path):
     assert documents(FileSource([f"{tmp_path}/x{suffix}"], "text")) == [text or "" for text in texts]
 
 
-@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst"])
+@pytest.mark.parametrize("suffix", [".txt", ".jsonl", ".parquet", ".arrow", ".jsonl.gz", ".txt.zst", ".json.gz"])
 def test_a_directory_is_answered_with_the_files_that_it_has(suffix, tmp_path):
     (tmp_path / "below").mkdir()
     (tmp_path / "below" / f"x{suffix}").touch()
+    (tmp_path / "settings.json").touch()
     with pytest.raises(UserError, match=re.escape(f": {tmp_path}/**/*{suffix}") + "$"):
         FileSource([str(tmp_path)], "text")
 
@@ -226,7 +237,9 @@ def test_long_documents_come_in_pieces_that_join_to_the_whole(tmp_path, monkeypa
         ("x.jsonl", b'{"text": "a"}\n{"text": \n', "line 2: .*JSON"),
         ("x.jsonl", b'{"text": "\\ud800"}\n', "line 1: 'text' .*surrogate"),
         ("x.jsonl", b'{"text": "a"}\n{"text": "\xff"}\n', "UTF-8: .*0xff .*offset 24;"),
-        ("x.txt", b"abc\xe4def", "UTF-8: .*0xe4 .*offset 3;"),
+        ("x.txt", b"abc\xe4def", "UTF-8: .*0xe4 .*offset 3;.* LATIN1"),
+        ("x.jsonl", '{"text": "a"}'.encode("utf-16"), "UTF-8: .*0xff .*offset 0;.* UTF-16"),
+        ("x.json", b'[{"text": "a"}]', "line 1: .*list"),
         ("x.txt", b"abc\xe2\x82", "UTF-8: .*0xe2 .*offset 3;"),
         ("x.parquet", b"PAR1 no parquet", "cannot be read: "),
         ("x.arrow", b"ARROW1 no arrow", "cannot be read: "),

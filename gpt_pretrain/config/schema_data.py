@@ -113,8 +113,8 @@ class DataConfig:
         identity="data", unread=[_with_data(DataImpl.text, instead="data=text, or leave text_files empty")]
     )
     """data_impl=text: files, glob patterns or URLs (s3://, gs://, hf://, http://, https://) of .txt (one document per
-    file), .jsonl, .parquet and .arrow (one per row; .txt and .jsonl also with .gz, .zst or .bz2), folders of Hugging
-    Face's save_to_disk (one document per row), or alternating weights and patterns:
+    file), .jsonl or .json (one per line; these also with .gz, .zst or .bz2), .parquet and .arrow (one per row), folders
+    of Hugging Face's save_to_disk (one per row), or alternating weights and patterns:
     [0.7,"web/*.jsonl",0.3,"code/*.parquet"]."""
     text_key: str = key(identity="data", unread=[_with_data(DataImpl.text)])
     """Field (.jsonl) or column (.parquet, .arrow) that holds the text; meta.text is the field text of meta."""

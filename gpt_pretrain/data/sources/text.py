@@ -27,14 +27,14 @@ from gpt_pretrain.extend.registry import register
 _BOM = "\ufeff"
 _CODECS = {".gz": "gzip", ".zst": "zstd", ".bz2": "bz2"}
 # Formats that may be compressed as a whole; the others have a compression of their own.
-_COMPRESSED = (".txt", ".jsonl")
+_COMPRESSED = (".txt", ".jsonl", ".json")
 _MISSING = object()
 
 
 class FileSource(TextSource):
-    """The user's files: .txt (one document a file), .jsonl, .parquet and .arrow (one document a row).
+    """The user's files: .txt (one document a file), .jsonl or .json, .parquet and .arrow (one document a row).
 
-    The first two may be compressed (.jsonl.gz, .zst or .bz2). A folder of Hugging Face's `save_to_disk` is its files.
+    The first three may be compressed (.jsonl.gz, .zst or .bz2). A folder of Hugging Face's `save_to_disk` is its files.
 
     Patterns are paths, globs with `**` and `~`, or URLs. Files come in the order of the patterns, those of one pattern
     sorted by name; a file that two patterns match counts once. `text_key` is the field or column that holds the text;
@@ -80,8 +80,8 @@ class FileSource(TextSource):
     def _text_of_line(self, path: SourceFile, number: int, line: bytes, offset: int) -> str | None:
         where = f"{path}, line {number}"
         try:
-            text_of_line = line.decode("utf-8")
-            row = json.loads(text_of_line.removeprefix(_BOM) if number == 1 else text_of_line)
+            # Files that were joined have marks inside.
+            row = json.loads(line.decode("utf-8").removeprefix(_BOM))
         except UnicodeDecodeError as error:
             raise _not_utf8(path, offset + error.start, line[error.start]) from error
         except json.JSONDecodeError as error:
@@ -146,6 +146,8 @@ class FileSource(TextSource):
         ".jsonl": _read_jsonl,
         ".parquet": _read_parquet,
         ".arrow": _read_arrow,
+        # As C4 and Dolma name their lines.
+        ".json": _read_jsonl,
     }
 
 
@@ -233,14 +235,16 @@ def _saved_data_set(directory: Path, pattern: str) -> list[Path]:
 def _names_in(directory: Path) -> str:
     """A pattern of the names of files of text in a directory; of Hugging Face's, not of the caches beside its data."""
     compressed = (f"*{suffix}{codec}" for suffix in _COMPRESSED for codec in _CODECS)
-    patterns = ["data-*.arrow", *(f"*{suffix}" for suffix in FileSource.READERS), *compressed]
+    # Those of .json, the last, may be no data.
+    patterns = ["data-*.arrow", *compressed, *(f"*{suffix}" for suffix in FileSource.READERS)]
     return next((pattern for pattern in patterns if any(directory.rglob(pattern))), "*.jsonl")
 
 
 def _not_utf8(path: SourceFile, offset: int, byte: int) -> UserError:
+    encoding = "UTF-16" if offset == 0 and byte in (0xFE, 0xFF) else "LATIN1"
     return UserError(
         f"{path}: not UTF-8: byte 0x{byte:02x} at offset {offset:,}; convert it, e.g. with "
-        "`iconv -f LATIN1 -t UTF-8`, or remove it from model.data.text_files"
+        f"`iconv -f {encoding} -t UTF-8`, or remove it from model.data.text_files"
     )
 
 
