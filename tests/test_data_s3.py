@@ -1,5 +1,9 @@
 """Text and token files of a real S3 server: what a local file gives, or a reason."""
 
+import shutil
+import subprocess
+from pathlib import Path
+
 import numpy
 import pytest
 import s3fs
@@ -83,27 +87,54 @@ def test_a_file_that_changes_while_it_is_read_is_refused(store):
         list(pieces)
 
 
-def test_token_files_are_downloaded_once_and_again_when_they_change(started, store, tmp_path):
-    def upload(documents):
+@pytest.fixture
+def upload(store, tmp_path):
+    """Stores documents as the pair `web`."""
+
+    def put(documents):
         write_token_file(tmp_path / "web", documents)
         for suffix in (".bin", ".idx"):
             store.put_file(tmp_path / f"web{suffix}", f"corpora/web{suffix}")
 
-    def prepared(prefix, cache):
-        config = data_config(tmp_path / cache, "data=mmap", f"model.data.data_prefix=['{prefix}']")
-        return prepare_corpus(config, show_progress=False)
+    return put
 
+
+def prepared(prefix, cache):
+    config = data_config(cache, "data=mmap", f"model.data.data_prefix=['{prefix}']")
+    return prepare_corpus(config, show_progress=False)
+
+
+def test_token_files_are_downloaded_once_and_again_when_they_change(started, upload, tmp_path):
     upload([numpy.arange(start, start + 100) % 1000 for start in range(300)])
-    (stored,) = (corpus := prepared("s3://corpora/web", "cache")).files
-    assert corpus.fingerprints == prepared(tmp_path / "web", "local").fingerprints
+    (stored,) = (corpus := prepared("s3://corpora/web", tmp_path / "cache")).files
+    assert corpus.fingerprints == prepared(tmp_path / "web", tmp_path / "local").fingerprints
     for suffix in (".bin", ".idx"):
         with open(stored + suffix, "rb") as file:
             assert file.read() == (tmp_path / f"web{suffix}").read_bytes()
     started.ranges.clear()
-    assert prepared("s3://corpora/web", "cache").files == (stored,)
+    assert prepared("s3://corpora/web", tmp_path / "cache").files == (stored,)
     assert not started.ranges
     upload(counting_documents(20, 40))
-    assert prepared("s3://corpora/web", "cache").files != (stored,)
+    assert prepared("s3://corpora/web", tmp_path / "cache").files != (stored,)
+
+
+def test_a_cached_index_that_was_damaged_is_refused(started, upload, tmp_path):
+    upload(counting_documents(20, 40))
+    (stored,) = prepared("s3://corpora/web", tmp_path / "cache").files
+    # A document has a token less, and the next one a token more; see the header in `data.token_files`.
+    with open(f"{stored}.idx", "r+b") as file:
+        content = file.read()
+        lengths = numpy.full(20, 40, dtype="<i4")
+        place = content.index(lengths.tobytes())
+        lengths[3:5] = 39, 41
+        file.seek(place)
+        file.write(lengths.tobytes())
+    with pytest.raises(UserError, match=rf"{stored}\.idx is not what was downloaded.*; remove {Path(stored).parent} "):
+        prepared("s3://corpora/web", tmp_path / "cache")
+    shutil.rmtree(Path(stored).parent)
+    assert prepared("s3://corpora/web", tmp_path / "cache").files == (stored,)
+    # By the program whose form it has.
+    subprocess.run(["sha256sum", "--check", "web.idx.sha256"], cwd=Path(stored).parent, check=True, capture_output=True)
 
 
 def refused(path):

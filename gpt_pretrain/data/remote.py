@@ -7,6 +7,7 @@ its version (ETag, generation, hash or time, whichever the store tells); one tha
 Credentials are the libraries' own: variables and files of the user, never a key of the configuration.
 """
 
+import hashlib
 import importlib.util
 import io
 import re
@@ -32,6 +33,7 @@ _READ_DELAYS_S = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)
 _FIRST_RANGE = 256 * 1024
 _LAST_RANGE = 16 * 1024 * 1024
 _NUM_AHEAD = 3
+_CHECKSUM = ".sha256"
 _VERSIONS = ("ETag", "etag", "generation", "blob_id", "Last-Modified", "LastModified", "last_modified", "updated")
 # Of the 4xx, these pass: timeout, too early, too many requests.
 _PASSING = (408, 425, 429)
@@ -127,9 +129,31 @@ def _stored(prefix: str, files: Mapping[str, RemoteFile], directory: Path, progr
 
     def fill(folder: Path) -> None:
         _download({folder / (name + suffix): file for suffix, file in files.items()}, progress)
+        index = folder / f"{name}.idx"
+        index.with_name(index.name + _CHECKSUM).write_bytes(_checksum(index))
 
     make_once(entry, progress, fill, goes_on=True)
+    _check_index(entry / f"{name}.idx")
     return str(entry / name)
+
+
+def _checksum(path: Path) -> bytes:
+    """A line as of the program sha256sum."""
+    with path.open("rb") as file:
+        return f"{hashlib.file_digest(file, 'sha256').hexdigest()}  {path.name}\n".encode()
+
+
+def _check_index(path: Path) -> None:
+    """Refuses a cached index that is not what was downloaded: one number in it moves all documents that follow.
+
+    Its size tells nothing of that.
+    """
+    stored = path.with_name(path.name + _CHECKSUM)
+    # Earlier versions stored none.
+    if stored.exists() and stored.read_bytes() != _checksum(path):
+        raise UserError(
+            f"{path} is not what was downloaded, by {stored.name}; remove {path.parent} to download it again"
+        )
 
 
 def _download(files: dict[Path, RemoteFile], progress: Progress) -> None:
