@@ -55,6 +55,20 @@ FAMILIES = {
     ),
     "mistral": ("model=mistral_7b", *GROUPED),
     "qwen2": ("model=qwen2_5_7b", *GROUPED),
+    "mistral, window": ("model=mistral_7b", *GROUPED, "model.window_size=[7,0]"),
+    "qwen2, window in some layers": (
+        "model=qwen2_5_7b",
+        *GROUPED,
+        "model.window_size=[7,0]",
+        "model.window_attn_skip_freq=[0,1,0]",
+    ),
+    "smollm3, window in some layers": (
+        "model=llama3_8b",
+        *GROUPED,
+        "model.bias=true",
+        "model.window_size=[7,0]",
+        "model.window_attn_skip_freq=[1,0,1]",
+    ),
     "smollm3": ("model=smollm3_3b", *GROUPED, "model.num_layers=4", "model.no_rope_freq=2"),
     "smollm3, biases everywhere, wide heads": (
         "model=smollm3_3b",

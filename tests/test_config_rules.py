@@ -45,6 +45,29 @@ RULES = [
     Refused("model.no_rope_freq=3", "model.num_layers=4 model.no_rope_freq=3", legal="model.no_rope_freq=2"),
     Refused("model.no_rope_freq=4 model.compile=true", "model.compile=true model.no_rope_freq=4"),
     Refused("model.no_rope_freq=4 model.position_embedding_type=learned_absolute", "model.no_rope_freq=4"),
+    Refused("model.window_size=[31, 1]", legal="model.window_size=[31,0]"),
+    Refused("model.window_size=[32]", legal="model.window_size=[31,0]"),
+    Refused("model.window_attn_skip_freq=[1,0,1,0]", legal="model.window_attn_skip_freq=null"),
+    *(
+        Refused(
+            f"model.window_size=[31,0] model.window_attn_skip_freq={layers}",
+            f"model.window_attn_skip_freq={layers} model.num_layers=4",
+            legal="model.window_size=[31,0] model.window_attn_skip_freq=[1,0,1,0]",
+        )
+        for layers in ("[1, 0, 1]", "[0, 0, 0, 0]", "[1, 0, 2, 0]")
+    ),
+    *(
+        Refused(f"model.window_size=[31,0] {setting}", f"model.window_size {setting}")
+        for setting in (
+            "model.context_parallel_size=2",
+            "model.masked_softmax_fusion=true",
+            "model.data.inter_document_masking=true",
+        )
+    ),
+    *(
+        Refused(f"model.window_size=[31,0] {setting}", f"{setting} model.window_size=[31, 0]")
+        for setting in ("model.compile=true", "model.cuda_graph_impl=local", "model.log_max_attention_logit=true")
+    ),
     Refused("model.kv_channels=33"),
     Refused("model.hidden_size=100"),
     Refused(

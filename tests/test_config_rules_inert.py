@@ -91,7 +91,7 @@ def test_what_is_only_shown_is_not_refused():
 
 def values_of(key):
     """Some values of a key as overrides write them, among them one that asks for something."""
-    some = {int: [7], float: [0.5, 0.25], bool: ["true", "false"], list: ["[x]", "[]"]}
+    some = {int: [7], float: [0.5, 0.25], bool: ["true", "false"], list: ["[7]" if key.item is int else "[x]", "[]"]}
     members = [member.name for member in key.kind] if key.choices else some.get(key.kind, ["x"])
     return [*members, *(["null"] if key.optional else [])]
 

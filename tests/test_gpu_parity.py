@@ -18,6 +18,7 @@ from tests.transformers_reference import (
     te_names,
     train_ours,
     train_reference,
+    windowed,
 )
 
 pytestmark = pytest.mark.gpu
@@ -28,6 +29,7 @@ CASES = {
     "gpt2": gpt2("gpt2_124m", **SHAPE),
     "llama3": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, **SHAPE),
     "smollm3": smollm3(**SHAPE),
+    "windows": windowed(16, **SHAPE),
 }
 TE_BF16 = ("model.transformer_engine=true", "trainer.precision=bf16")
 

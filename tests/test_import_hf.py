@@ -34,6 +34,9 @@ from tests.transformers_reference import (
     reference_logits,
 )
 
+# Of 8 tokens, itself included, in sequences of 32.
+WINDOW = {"sliding_window": 8}
+SLIDING = "sliding_attention"
 # By the class that publishes them, and what is special; 250 tokens are padded to 256 rows.
 CASES = {
     "gpt2": gpt2("gpt2_124m", vocab_size=250),
@@ -73,6 +76,63 @@ CASES = {
         architecture="GPTNeoX",
         published={"use_parallel_residual": False, "rotary_emb_base": 2e4, "rotary_pct": 0.25},
         vocab_size=250,
+    ),
+    "mistral, window": llama("mistral_7b", "Mistral", groups=2, theta=1e6, epsilon=1e-5, experts=WINDOW),
+    "qwen2, window": llama(
+        "qwen2_5_7b",
+        "Qwen2",
+        layers=3,
+        groups=2,
+        theta=1e6,
+        epsilon=1e-6,
+        experts={**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "qwen3, window": llama(
+        "qwen3_8b",
+        "Qwen3",
+        layers=3,
+        groups=2,
+        theta=1e6,
+        epsilon=1e-6,
+        experts={**WINDOW, "use_sliding_window": True, "layer_types": [SLIDING, "full_attention", SLIDING]},
+    ),
+    "qwen3, window in all layers": llama(
+        "qwen3_8b",
+        "Qwen3",
+        groups=2,
+        theta=1e6,
+        epsilon=1e-6,
+        experts={**WINDOW, "use_sliding_window": True, "max_window_layers": 0},
+    ),
+    "phi3, window": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5, experts=WINDOW),
+    "mixtral, window": llama(
+        "mixtral_8x7b", "Mixtral", groups=2, theta=1e6, epsilon=1e-5, experts={"num_local_experts": 4, **WINDOW}
+    ),
+    "qwen3_moe, window": llama(
+        "qwen3_30b_a3b",
+        "Qwen3Moe",
+        groups=2,
+        theta=1e6,
+        epsilon=1e-6,
+        experts={
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 48,
+            "norm_topk_prob": True,
+            "use_sliding_window": True,
+            **WINDOW,
+        },
+    ),
+    "smollm3, window": llama(
+        "smollm3_3b",
+        "SmolLM3",
+        groups=2,
+        theta=2e6,
+        epsilon=1e-6,
+        experts={"no_rope_layer_interval": 2, "use_sliding_window": True, **WINDOW},
+    ),
+    "starcoder2, window": Case(
+        preset="gpt2_124m", architecture="Starcoder2", published={"tie_word_embeddings": False, **WINDOW}, groups=2
     ),
     "llama, rescaled rope": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
 }
@@ -267,8 +327,9 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
 @pytest.mark.parametrize(
     ("name", "changed", "message"),
     [
-        ("mistral", {"sliding_window": 31}, "sliding_window=31 cannot be imported: attention sees the whole"),
-        ("qwen2", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 cannot be imported"),
+        ("qwen2, window", {"layer_types": [SLIDING]}, "layer_types=['sliding_attention'] cannot be imported"),
+        ("qwen2, window", {"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention"),
+        ("mistral", {"sliding_window": 0}, "model.window_size=[-1, 0]"),
         (
             "llama",
             {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
@@ -282,14 +343,12 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         ),
         ("llama", {"partial_rotary_factor": 0.5}, "this class rotates whole heads"),
         ("qwen3", {"attention_bias": True}, "attention_bias=true cannot be imported"),
-        ("mixtral", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise=0.1 cannot be imported"),
         ("mixtral", {"num_experts_per_tok": 1}, "model.moe_router_topk=1"),
         ("mixtral", {"num_local_experts": 5, "num_experts": 5}, "lacks model.layers.0.block_sparse_moe.experts.4.w1"),
         ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob=false cannot be imported"),
         ("qwen3_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step=2 cannot be imported"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, "mlp_only_layers=[0] cannot be imported"),
-        ("phi3", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers=[0, 1] cannot be imported: every n-th"),
         ("smollm3", {"no_rope_layers": [1]}, "no_rope_layers=[1] cannot be imported: it has a number for each layer"),
         (
@@ -297,8 +356,6 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
             {"no_rope_layers": None, "no_rope_layer_interval": 4},
             "model.num_layers=2 is not divisible by model.no_rope_freq=4",
         ),
-        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, "sliding_window=8 cannot be imported"),
-        ("starcoder2", {"sliding_window": 8}, "sliding_window=8 cannot be imported"),
         ("starcoder2", {"hidden_act": "relu"}, "hidden_act='relu' cannot be imported"),
         ("gpt_neox", {"use_parallel_residual": True}, "use_parallel_residual=true cannot be imported"),
         ("gpt_neox", {"attention_bias": False}, "attention_bias=false cannot be imported"),
@@ -366,10 +423,9 @@ def read(values):
 
 @pytest.mark.parametrize("architecture", Architecture)
 def test_a_field_that_is_left_out_means_what_transformers_takes_for_it(architecture):
-    # A window and weights that do not add up are refused.
+    # Weights that do not add up are refused.
     whole = transformers.AutoConfig.for_model(architecture.name).to_dict() | {"norm_topk_prob": True}
     whole |= {"use_parallel_residual": False}
-    whole |= {"sliding_window": None} if "sliding_window" in whole else {}
     expected = read(whole)
     for name in whole.keys() - {"model_type"}:
         fields = read({key: value for key, value in whole.items() if key != name})

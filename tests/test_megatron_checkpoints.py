@@ -32,6 +32,7 @@ from tests.hostile_pickles import hostile_pickles
 from tests.megatron_checkpoints import EXPERTS, LLAMA, MODELS, NEMO, load_gpt, logits_of, save_gpt
 from tests.saved_models import FAMILIES, build_trainable, randomize, save, small_config, weights_in
 
+WINDOWS = "qwen2, window in some layers"
 TOKENS = torch.arange(64).view(2, 32) * 3 % 250
 LLAMA_KEYS = (
     "model=llama3_8b",
@@ -255,7 +256,7 @@ def test_arguments_of_each_family_mean_the_same_model(family):
     assert {key: written(fields[key][0]) for key in expected} == expected
 
 
-@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe", "smollm3"])
+@pytest.mark.parametrize("family", ["gpt2, exact gelu, untied", "llama", "qwen3_moe", "smollm3", WINDOWS])
 def test_megatron_lm_builds_the_model_from_what_is_exported_and_printed(family, tmp_path, capsys):
     config = small_config(*FAMILIES[family])
     export_model(save(tmp_path, config, build_trainable(config), {}), tmp_path / "there")

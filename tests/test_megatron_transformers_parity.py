@@ -20,6 +20,7 @@ from tests.transformers_reference import (
     smollm3,
     train_ours,
     train_reference,
+    windowed,
 )
 
 TOLERANCE = 1e-4
@@ -43,6 +44,7 @@ CASES = {
     ),
     "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24, overrides=[f"{WIDTH}=24"]),
     "smollm3": smollm3(),
+    "windows": windowed(8),
     "phi4": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5),
     "phi3_partial_rotation": llama(
         "phi4",
@@ -106,6 +108,8 @@ def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax() -> None:
         ("mistral", "model.rotary_base=10000"),
         ("llama3_1", "model.rope_scaling_factor=null"),
         ("smollm3", "model.no_rope_freq=2"),
+        ("windows", "model.window_size=[8,0]"),
+        ("windows", "model.window_attn_skip_freq=[1,1,0]"),
         ("smollm3", "model.no_rope_freq=null"),
         ("phi3_partial_rotation", "model.rotary_percentage=1.0"),
     ],
@@ -118,7 +122,7 @@ def test_comparison_sees_a_setting_that_differs(name: str, override: str) -> Non
     assert difference.abs().max() > 5 * TOLERANCE
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama3", "smollm3"])
+@pytest.mark.parametrize("name", ["gpt2", "llama3", "smollm3", "windows"])
 def test_training_follows_transformers_and_torch(name: str) -> None:
     """Backward pass, clipping, Adam and the groups without weight decay, against code that shares none of ours."""
     case = CASES[name]

@@ -137,6 +137,7 @@ ROWS = [
     Row(override="model.qkv_bias=true", transformer={"add_qkv_bias": True}),
     Row(override="model.no_rope_freq=4", transformer={"no_rope_freq": [0, 0, 0, 1] * 8}),
     Row(override="model.qk_layernorm=true", transformer={"qk_layernorm": True}),
+    Row(override="model.window_size=[4095,0]", transformer={"window_size": (4095, 0)}),
     Row(override="model.qk_clip=true", transformer={"qk_clip": True}),
     Row(override="model.qk_clip_alpha=0.3", context=("model.qk_clip=true",), transformer={"qk_clip_alpha": 0.3}),
     Row(override="model.qk_clip_threshold=30", context=("model.qk_clip=true",), transformer={"qk_clip_threshold": 30}),

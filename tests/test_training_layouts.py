@@ -76,6 +76,9 @@ def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, on
         pytest.param(["model.qk_layernorm=true"], ("tp2", "tp2_sp"), id="norms of queries and keys"),
         # A stage counts its layers among all.
         pytest.param(["model.no_rope_freq=4"], ("pp2",), id="layers without rope"),
+        pytest.param(
+            ["model.window_size=[7,0]", "model.window_attn_skip_freq=[0,1,1,0]"], ("pp2", "tp2_sp"), id="windows"
+        ),
     ],
 )
 def test_what_ranks_share_trains_as_in_one_process(overrides, layouts, tmp_path, cache_dir):

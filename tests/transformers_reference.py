@@ -123,6 +123,14 @@ def smollm3(**kwargs: Any) -> Case:
     return llama("smollm3_3b", "SmolLM3", layers=4, groups=2, theta=5e6, epsilon=1e-6, overrides=untied, **kwargs)
 
 
+def windowed(window: int, **kwargs: Any) -> Case:
+    """Layers of which all but the first have a sliding window."""
+    published = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1}
+    ours = [f"model.window_size=[{window - 1},0]", "model.window_attn_skip_freq=[0,1,1]"]
+    kwargs = {"layers": 3, "groups": 2, "overrides": ours, **kwargs}
+    return llama("qwen2_5_7b", "Qwen2", theta=1e6, epsilon=1e-6, experts=published, **kwargs)
+
+
 def build_reference(case: Case) -> torch.nn.Module:
     """The `transformers` model, all of its parameters random: norms and biases too, or a wrong one would not show."""
     common = {"vocab_size": case.vocab_size, "bos_token_id": None, "eos_token_id": None, **case.published}
@@ -143,7 +151,7 @@ def build_reference(case: Case) -> torch.nn.Module:
             **common,
             # Its class has as many as heads, of one width.
             **({} if is_neox else {"num_key_value_heads": case.groups, "head_dim": case.head_width}),
-            **({"sliding_window": None} if case.architecture == "Mistral" else {}),
+            **({"sliding_window": None} if case.architecture == "Mistral" and "sliding_window" not in common else {}),
             # Its own default is beyond these vocabularies.
             **({"pad_token_id": None} if case.architecture in ("Phi3", "SmolLM3") else {}),
         )

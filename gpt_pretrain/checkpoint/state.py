@@ -81,12 +81,19 @@ _MUP_KEYS = (
     "mup_base_head_dim",
     "mup_attn_scale_power",
 )
+# And one with a sliding window.
+_WINDOW_KEYS = ("window_size", "window_attn_skip_freq")
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
 _LAYER = "model.layer"
 # What keys mean in a model that does not state them, if the other one does.
-_UNSTATED = {_LAYER: LayerName.gpt.name, "model.use_mup": "false", "model.no_rope_freq": "null"}
+_UNSTATED = {
+    _LAYER: LayerName.gpt.name,
+    "model.use_mup": "false",
+    "model.no_rope_freq": "null",
+    **{f"model.{key}": "null" for key in _WINDOW_KEYS},
+}
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
     "pipeline_model_parallel_size",
@@ -171,6 +178,8 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described |= _described(model, _MUP_KEYS)
     if model.no_rope_freq is not None:
         described |= _described(model, ["no_rope_freq"])
+    if model.window_size is not None:
+        described |= _described(model, _WINDOW_KEYS)
     if model.layer is not LayerName.gpt:
         # Checkpoints from before there was a choice do not name it.
         described[_LAYER] = model.layer.name

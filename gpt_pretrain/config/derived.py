@@ -119,8 +119,20 @@ def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
     return max(least, min(400_000_000, of_rank // 16))
 
 
-# What `flops_per_token` computes, for people.
+# What `flops_per_token` computes, for people; where a window hides some of a sequence, that part is left out.
 FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
+
+
+def attended_tokens(model: ModelConfig, length: float) -> float:
+    """Twice the tokens of a sequence that one of them attends to, the mean over tokens and layers.
+
+    That is the sequence's length, less what sliding windows hide.
+    """
+    if model.window_size is None:
+        return length
+    layers = model.window_attn_skip_freq
+    share = 1.0 if layers is None else sum(layers) / len(layers)
+    return length - share * max(0.0, length - model.window_size[0] - 1) ** 2 / length
 
 
 def flops_per_token(model: ModelConfig, attended: float | None = None) -> float:
@@ -128,13 +140,15 @@ def flops_per_token(model: ModelConfig, attended: float | None = None) -> float:
 
     These are the model FLOPs of Chowdhery et al. 2022, appendix B, with attention halved for causality: 2 per weight,
     2 · width · sequence for attention's scores and values together (a token attends to half of the sequence on average)
-    and the LM head over the padded vocabulary. Recomputed activations, norms and softmax do not count.
+    and the LM head over the padded vocabulary. What sliding windows hide does not count, nor do recomputed
+    activations, norms and softmax.
 
     `attended` takes the place of the sequence where documents do not see each other (`attended_length`); None: all
     samples are one document.
     """
     query_width = model.num_attention_heads * kv_channels(model)
-    attention = 2 * query_width * (model.encoder_seq_length if attended is None else attended)
+    length = model.encoder_seq_length if attended is None else attended
+    attention = 2 * query_width * attended_tokens(model, length)
     head = 2 * model.hidden_size * padded_vocab_size(model)
     forward = model.num_layers * (2 * matmul_parameters_per_layer(model) + attention) + head
     return 3.0 * forward

@@ -121,6 +121,16 @@ class ModelConfig:
     """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
     qk_layernorm: bool = _shape_key(before=False)
     """Normalize the queries and keys of each head before rotation (Qwen3)."""
+    window_size: list[int] | None = key(before=None, aliases=["sliding_window"], identity="model")
+    """How many tokens before itself a token attends to, and how many after: [4095,0] is Mistral 7B v0.1's window of
+    4,096. null: all before it."""
+    window_attn_skip_freq: list[int] | None = key(
+        before=None,
+        identity="model",
+        core=["TransformerConfig"],
+        unread=[unread_with("model.window_size", None, instead="null, or model.window_size=[4095,0]")],
+    )
+    """Layer by layer 1 where attention has the window, and 0 where it does not; null: all layers have it."""
     layer: LayerName = key(before=LayerName.gpt, identity="model")
     """The transformer layer: gpt, or one that an extension registers."""
     loss: LossName = key(before=LossName.cross_entropy, identity="model")

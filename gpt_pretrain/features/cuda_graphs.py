@@ -44,6 +44,7 @@ class CudaGraphs(Feature):
         why = "a replay keeps no attention logits"
         yield from self.needs(model, why, qk_clip=False, log_max_attention_logit=False)
         yield from self.needs(model, "layers without rope are not tested in replays", no_rope_freq=None)
+        yield from self.needs(model, "sliding windows are not tested in replays", window_size=None)
         why = "random numbers drawn in replays are not tested"
         yield from self.needs(model, why, hidden_dropout=0, attention_dropout=0)
         if cause := local_layers(model):

@@ -58,6 +58,7 @@ class FlashAttention(FusedKernel):
         why = "ranks exchange keys and values in Transformer Engine's attention"
         yield from self.needs(model, why, context_parallel_size=1)
         yield from self.needs(model, "it has no dropout", attention_dropout=0)
+        yield from self.needs(model, "not tested with sliding windows", window_size=None)
         yield from self.needs(model, "it returns no logits", qk_clip=False, log_max_attention_logit=False)
         width = kv_channels(model)
         if width % _WIDTH_MULTIPLE or width > _WIDEST:

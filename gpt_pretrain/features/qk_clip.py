@@ -36,6 +36,7 @@ class LargestLogits(Feature):
         if model.cuda_graph_impl is CudaGraphImpl.local:
             yield "model.cuda_graph_impl=local", "a replay keeps no logits"
         yield from self.needs(model, _UNTESTED, context_parallel_size=1, overlap_moe_expert_parallel_comm=False)
+        yield from self.needs(model, "it takes the largest logit of all before a token", window_size=None)
         if model.data.inter_document_masking:
             off = "model.data.inter_document_masking=false"
             yield "model.data.inter_document_masking=true", _UNTESTED, off

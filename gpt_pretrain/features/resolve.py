@@ -13,6 +13,7 @@ from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.cuda_graphs import CudaGraphs
 from gpt_pretrain.features.registry import fused_kernels, libraries
+from gpt_pretrain.features.sliding_window import takes_window
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.signals import ended_at_once
 from gpt_pretrain.run.fp8 import grouped_kernel
@@ -109,7 +110,7 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         ),
         bias_dropout_add_fusion=choose(model.bias_dropout_add_fusion, fuses),
         masked_softmax_fusion=softmax,
-        torch_attention=model.compile or (fast_local and not softmax),
+        torch_attention=model.compile or (fast_local and not softmax and takes_window(model)),
         apply_rope_fusion=choose(
             model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
         ),

@@ -55,12 +55,14 @@ _ROTATED: _Fields = {
 }
 _WHOLE_HEADS: _Fields = {"rotary_percentage": (1.0,)}
 _ALL_ROTATE: _Fields = {"no_rope_freq": (None,)}
+_NO_WINDOW: _Fields = {"window_size": (None,)}
+_ONE_WINDOW: _Fields = {"window_attn_skip_freq": (None,)}
 _LLAMA: _Fields = {**_ROTATED, **_WHOLE_HEADS, **_ALL_ROTATE}
 _PLAIN: _Fields = {**_GPT2, "position_embedding_type": (PositionEmbedding.rope,), **_ALL_ROTATE}
 _FIELDS: dict[Architecture, _Fields] = {
-    Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM},
-    Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM},
-    Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS},
+    Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM, **_NO_WINDOW},
+    Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_WINDOW},
+    Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS, **_ONE_WINDOW},
     Architecture.qwen2: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, "bias": (False,), "qkv_bias": (True,)},
     Architecture.qwen3: {**_LLAMA, **_NO_EXPERTS, **_NO_BIAS, **_QK_NORM},
     Architecture.phi3: {
@@ -69,13 +71,21 @@ _FIELDS: dict[Architecture, _Fields] = {
         **_NO_EXPERTS,
         **_NO_QK_NORM,
         **_NO_BIAS,
+        **_ONE_WINDOW,
         "rope_scaling_factor": (None,),
     },
-    Architecture.mixtral: {**_LLAMA, **_NO_QK_NORM, **_NO_BIAS},
-    Architecture.qwen3_moe: {**_LLAMA, **_NO_BIAS, **_QK_NORM},
+    Architecture.mixtral: {**_LLAMA, **_NO_QK_NORM, **_NO_BIAS, **_ONE_WINDOW},
+    Architecture.qwen3_moe: {**_LLAMA, **_NO_BIAS, **_QK_NORM, **_ONE_WINDOW},
     Architecture.smollm3: {**_ROTATED, **_WHOLE_HEADS, **_NO_EXPERTS, **_NO_QK_NORM},
-    Architecture.starcoder2: {**_PLAIN, **_WHOLE_HEADS, **_NO_EXPERTS, **_NO_QK_NORM, "bias": (True, False)},
-    Architecture.gpt_neox: {**_PLAIN, **_NO_EXPERTS, **_NO_QK_NORM},
+    Architecture.starcoder2: {
+        **_PLAIN,
+        **_WHOLE_HEADS,
+        **_NO_EXPERTS,
+        **_NO_QK_NORM,
+        **_ONE_WINDOW,
+        "bias": (True, False),
+    },
+    Architecture.gpt_neox: {**_PLAIN, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_WINDOW},
 }
 WITH_EXPERTS = (Architecture.mixtral, Architecture.qwen3_moe)
 # Classes whose heads are hidden_size / num_attention_heads wide.
@@ -93,7 +103,7 @@ _ONE_BIAS = (Architecture.llama, Architecture.smollm3, Architecture.starcoder2)
 def choose_architecture(model: ModelConfig, wanted: Architecture | None = None) -> Architecture:
     """The class that computes what a model of ours computes: the wanted one, or the one that its fields imply.
 
-    Mistral is Llama without its sliding window, so it has to be asked for. A ConfigError names every unsupported field.
+    Mistral without its sliding window is Llama, so it has to be asked for. A ConfigError names every unsupported field.
     """
     if (own := registered_choice("layer", model.layer)) is not None:
         raise ConfigError([f"model.layer={model.layer.name}: no class of transformers computes {own}"])
@@ -120,6 +130,8 @@ def _implied(model: ModelConfig) -> Architecture:
         (model.qk_layernorm, Architecture.qwen3),
         (model.qkv_bias and not model.bias, Architecture.qwen2),
         (is_partial, Architecture.phi3),
+        (model.window_attn_skip_freq is not None, Architecture.smollm3),
+        (model.window_size is not None, Architecture.mistral),
     ]
     return next((architecture for holds, architecture in implied if holds), Architecture.llama)
 

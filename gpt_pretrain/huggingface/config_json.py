@@ -10,6 +10,9 @@ from gpt_pretrain.huggingface.architectures import FIXED_HEADS, PLAIN_ACTIVATION
 # Fixed in megatron-core's rescaling of rope (RotaryEmbedding._apply_scaling): Llama 3.1's.
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
+# Of a layer without a window, and of one with it.
+LAYER_TYPES = ("full_attention", "sliding_attention")
+
 
 def to_hf_config(
     model: ModelConfig, architecture: Architecture, *, torch_dtype: str, end_token_id: int | None
@@ -62,6 +65,7 @@ def to_hf_config(
             "use_parallel_residual": False,
             "attention_bias": True,
         }
+    window, layer_types = sliding_window(model)
     decoder |= {"num_key_value_heads": num_query_groups(model), "rope_theta": float(model.rotary_base)}
     if architecture is Architecture.starcoder2:
         tanh = model.activation is Activation.gelu_tanh
@@ -70,7 +74,7 @@ def to_hf_config(
             "hidden_act": "gelu_pytorch_tanh" if tanh else PLAIN_ACTIVATIONS[model.activation],
             "norm_epsilon": model.layernorm_epsilon,
             "use_bias": model.bias,
-            "sliding_window": None,
+            "sliding_window": window,
             "residual_dropout": model.hidden_dropout,
             "embedding_dropout": model.hidden_dropout,
         }
@@ -78,13 +82,13 @@ def to_hf_config(
     head_dim = {} if architecture in FIXED_HEADS else {"head_dim": kv_channels(model)}
     own: dict[Architecture, dict[str, Any]] = {
         Architecture.llama: {"attention_bias": model.bias, "mlp_bias": model.bias},
-        Architecture.mistral: {"sliding_window": None},
-        Architecture.qwen2: {"use_sliding_window": False},
-        Architecture.qwen3: {"use_sliding_window": False, "attention_bias": False},
+        Architecture.mistral: {"sliding_window": window},
+        Architecture.qwen2: layer_types,
+        Architecture.qwen3: {**layer_types, "attention_bias": False},
         # The class's default padding token lies beyond smaller vocabularies.
         Architecture.phi3: {
             "partial_rotary_factor": model.rotary_percentage,
-            "sliding_window": None,
+            "sliding_window": window,
             "pad_token_id": None,
         },
         # The load-balancing loss is left out: it belongs to training, and theirs differs, a mean over all layers.
@@ -92,7 +96,7 @@ def to_hf_config(
             "intermediate_size": moe_ffn_hidden_size(model),
             "num_local_experts": model.num_moe_experts,
             "num_experts_per_tok": model.moe_router_topk,
-            "sliding_window": None,
+            "sliding_window": window,
         },
         Architecture.qwen3_moe: {
             "moe_intermediate_size": moe_ffn_hidden_size(model),
@@ -101,20 +105,36 @@ def to_hf_config(
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [],
-            "use_sliding_window": False,
+            "use_sliding_window": window is not None,
+            "sliding_window": window,
             "attention_bias": False,
         },
         Architecture.smollm3: {
             "no_rope_layers": rotating_layers(model.num_layers, model.no_rope_freq),
             # The list decides; the class would not take null.
             "no_rope_layer_interval": model.no_rope_freq or 4,
-            "use_sliding_window": False,
+            **layer_types,
             "attention_bias": model.bias,
             "mlp_bias": model.bias,
             "pad_token_id": None,
         },
     }
     return {**llama, **head_dim, **own[architecture]}
+
+
+def sliding_window(model: ModelConfig) -> tuple[int | None, dict[str, Any]]:
+    """The tokens of a window, itself included, and the fields of classes with a list of the layers that have it."""
+    if model.window_size is None:
+        return None, {"use_sliding_window": False}
+    have_it = model.window_attn_skip_freq or [1] * model.num_layers
+    window, first = model.window_size[0] + 1, have_it.index(1)
+    return window, {
+        "use_sliding_window": True,
+        "sliding_window": window,
+        "layer_types": [LAYER_TYPES[has_it] for has_it in have_it],
+        # Older versions have no list, and give the window to all layers after the first ones.
+        **({"max_window_layers": first} if all(have_it[first:]) else {}),
+    }
 
 
 def rotating_layers(num_layers: int, no_rope_freq: int | None) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
 from gpt_pretrain.config.errors import UserError, show
 from gpt_pretrain.huggingface.architectures import PLAIN_ACTIVATION_NAMES, WITH_EXPERTS, Architecture
-from gpt_pretrain.huggingface.config_json import LLAMA3_ROPE, rotating_layers
+from gpt_pretrain.huggingface.config_json import LAYER_TYPES, LLAMA3_ROPE, rotating_layers
 
 # Default key/value heads of a config.json; other classes have as many as query heads.
 _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_moe: 4, Architecture.smollm3: 4}
@@ -20,8 +20,20 @@ _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
 _THETAS = {Architecture.mixtral: 1e6, Architecture.smollm3: 2e6}
 # Default deviations of initial weights; other classes have 0.02.
 _STDS = {Architecture.starcoder2: 0.018042}
-# Classes whose window has no switch, and no other default than none.
-_NO_WINDOW = (Architecture.phi3, Architecture.mixtral, Architecture.starcoder2)
+# Default windows of classes that have one; Llama's and GPT-NeoX's have none.
+_WINDOWS = {
+    Architecture.mistral: 4096,
+    Architecture.qwen2: 4096,
+    Architecture.qwen3: 4096,
+    Architecture.qwen3_moe: 4096,
+    Architecture.phi3: None,
+    Architecture.mixtral: None,
+    Architecture.starcoder2: None,
+    Architecture.smollm3: None,
+}
+# Those whose window is off unless use_sliding_window is true, and of them those that list the layers that have it.
+_SWITCHED = (Architecture.qwen2, Architecture.qwen3, Architecture.qwen3_moe, Architecture.smollm3)
+_BY_LAYER = (Architecture.qwen2, Architecture.qwen3, Architecture.smollm3)
 # Classes whose embeddings are tied unless their config.json says otherwise.
 _TIED = (Architecture.gpt2, Architecture.smollm3, Architecture.starcoder2)
 _POST_NORMS = "it has norms after attention and MLP, and megatron-core's layers have theirs before them alone"
@@ -152,9 +164,9 @@ class _HfConfig:
         heads, hidden = self.integer("num_attention_heads"), self.integer("hidden_size")
         length = self.integer("max_position_embeddings")
         self._expect("hidden_act", "silu", "silu", "a gated MLP uses SiLU here")
-        self._whole_sequence(architecture, length)
         if architecture in (Architecture.qwen3, Architecture.qwen3_moe):
             self._expect("attention_bias", False, False, "its class then has biases in all of attention's projections")
+        no_rope_freq = self._no_rope_freq() if architecture is Architecture.smollm3 else None
         has_biases = architecture in (Architecture.llama, Architecture.smollm3)
         bias = has_biases and self.boolean("attention_bias", False)
         if has_biases and self.boolean("mlp_bias", False) != bias:
@@ -169,7 +181,8 @@ class _HfConfig:
             "max_position_embeddings": length,
             "position_embedding_type": PositionEmbedding.rope.name,
             **self._rope(architecture),
-            "no_rope_freq": self._no_rope_freq() if architecture is Architecture.smollm3 else None,
+            "no_rope_freq": no_rope_freq,
+            **self._window(architecture, length, no_rope_freq),
             "normalization": Normalization.rmsnorm.name,
             "layernorm_epsilon": self.number("rms_norm_eps", _EPSILONS.get(architecture, 1e-6)),
             "activation": Activation.swiglu.name,
@@ -179,16 +192,34 @@ class _HfConfig:
             **(self._experts(architecture) if architecture in WITH_EXPERTS else {}),
         }
 
-    def _whole_sequence(self, architecture: Architecture, length: int) -> None:
-        """Refuses a window that hides something."""
-        # SmolLM3Config's is none, too, but it has a switch. MistralConfig's default is the window of Mistral 7B v0.1.
-        default = None if architecture in (*_NO_WINDOW, Architecture.smollm3) else 4096
-        has_no_switch = architecture in (*_NO_WINDOW, Architecture.mistral)
-        is_window_on = self.boolean("use_sliding_window", has_no_switch)
-        window = self._values.get("sliding_window", default)
+    def _window(self, architecture: Architecture, length: int, no_rope_freq: int | None = None) -> dict[str, Any]:
+        """The sliding window, and the layers that have it."""
+        none = {"window_size": None, "window_attn_skip_freq": None}
+        default = _WINDOWS.get(architecture)
+        is_on = architecture in _WINDOWS and self.boolean("use_sliding_window", architecture not in _SWITCHED)
+        if not is_on or self._values.get("sliding_window", default) is None:
+            return none
+        window = self.integer("sliding_window", default)
+        layers = self._windowed_layers(architecture, no_rope_freq) if architecture in _BY_LAYER else None
         # One as long as the longest sequence hides nothing.
-        if is_window_on and window is not None and self.integer("sliding_window", default) < length:
-            self.refuse("sliding_window", "attention sees the whole sequence here, as in Mistral 7B v0.3", default)
+        if window >= length or (layers is not None and 1 not in layers):
+            return none
+        return {"window_size": [window - 1, 0], "window_attn_skip_freq": layers}
+
+    def _windowed_layers(self, architecture: Architecture, no_rope_freq: int | None) -> list[int] | None:
+        """1 for each layer that has the window and 0 for the others; None: all have it."""
+        num_layers, listed = self.integer("num_hidden_layers"), self._values.get("layer_types")
+        if isinstance(listed, list) and {*listed} <= {*LAYER_TYPES} and len(listed) == num_layers:
+            layers = [LAYER_TYPES.index(kind) for kind in listed]
+        elif listed is not None:
+            self.refuse("layer_types", f"it has {' or '.join(LAYER_TYPES)} for each layer")
+            return None
+        elif architecture is Architecture.smollm3:
+            layers = [1 - rotates for rotates in rotating_layers(num_layers, no_rope_freq)]
+        else:
+            first = self.integer("max_window_layers", 28)
+            layers = [int(layer >= first) for layer in range(num_layers)]
+        return None if 0 not in layers else layers
 
     def plain(self, architecture: Architecture) -> dict[str, Any]:
         """The fields of a class with rope, LayerNorm and an MLP without a gate."""
@@ -198,8 +229,6 @@ class _HfConfig:
             why = "here the MLP reads what attention has added; Pythia and GPT-NeoX-20B compute both from one input"
             self._expect("use_parallel_residual", True, False, why)
             self._expect("attention_bias", True, True, "all linear layers have biases here, or none has")
-        else:
-            self._whole_sequence(architecture, length)
         return {
             "num_layers": self.integer("num_hidden_layers"),
             "hidden_size": self.integer("hidden_size"),
@@ -210,6 +239,7 @@ class _HfConfig:
             "max_position_embeddings": length,
             "position_embedding_type": PositionEmbedding.rope.name,
             **self._rope(architecture),
+            **self._window(architecture, length),
             "normalization": Normalization.layernorm.name,
             "layernorm_epsilon": self.number("layer_norm_eps" if is_neox else "norm_epsilon", 1e-5),
             "activation": self._plain_activation("hidden_act", "gelu" if is_neox else "gelu_pytorch_tanh"),

@@ -112,6 +112,8 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
     yield Field("gated_linear_unit", model.activation is Activation.swiglu, ("model.activation",))
     yield Field("attention_softmax_in_fp32", True)
     yield Field("apply_query_key_layer_scaling", False)
+    if model.window_size is not None:
+        yield Field("window_size", tuple(model.window_size), ("model.window_size",))
     if model.use_mup:
         yield Field("mup_output_mult", output_mult(model), ("model.mup_output_mult",))
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.

@@ -70,21 +70,44 @@ def causal_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def attention_in_documents(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, borders: torch.Tensor, longest: int
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scale: float,
+    *,
+    borders: torch.Tensor,
+    longest: int,
+    window: tuple[int, int] = (-1, 0),
 ) -> torch.Tensor:
     """`causal_attention` inside each document of one sequence, [s, 1, heads or groups, width].
 
-    Documents reach from one of `borders`, int32 [documents + 1], to the next, over at most `longest` tokens.
+    Documents reach from one of `borders`, int32 [documents + 1], to the next, over at most `longest` tokens. `window`
+    is what a token attends to before and after itself; -1: all.
     """
     if not (query.is_cuda and query.element_size() == 2 and query.size(-1) % 8 == 0):
         # No kernel takes them all.
+        assert window == (-1, 0), "only the kernel has windows"
         return attend_by_document(partial(causal_attention, scale=scale), (query, key, value), borders)
     heads = query.size(2) // key.size(2)
     # The kernel takes as many keys as queries.
     k, v = (each.squeeze(1).repeat_interleave(heads, dim=1) for each in (key, value))
-    out = varlen_attn(query.squeeze(1), k, v, borders, borders, longest, longest, scale=scale, window_size=(-1, 0))
+    out = varlen_attn(query.squeeze(1), k, v, borders, borders, longest, longest, scale=scale, window_size=window)
     assert isinstance(out, torch.Tensor), "no log-sum-exp was asked for"
     return out.flatten(1).unsqueeze(1)
+
+
+def attention_in_window(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, window: tuple[int, int]
+) -> torch.Tensor:
+    """`causal_attention` to `window[0]` tokens before itself, on a GPU in BF16 or FP16.
+
+    Sequences are packed as if they were documents: that kernel skips what a window hides.
+    """
+    length, batch = query.shape[:2]
+    borders = torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=query.device)
+    q, k, v = (each.transpose(0, 1).flatten(0, 1).unsqueeze(1) for each in (query, key, value))
+    out = attention_in_documents(q, k, v, scale, borders=borders, longest=length, window=window)
+    return out.view(batch, length, -1).transpose(0, 1)
 
 
 class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-core has no types
@@ -118,6 +141,8 @@ class TorchAttention(DotProductAttention):  # type: ignore[misc]  # megatron-cor
         assert (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal, "only causal masks are computed here"
         assert attention_bias is None, "biases are not added"
         assert packed_seq_params is None, "sequences have one length"
+        if (window := self.scale_mask_softmax.window_size) is not None:
+            return attention_in_window(query, key, value, self.softmax_scale, window=window)
         if attention_mask is None:
             return causal_attention(query, key, value, self.softmax_scale)
         bounds: dict[str, Any] = {"borders": attention_mask, "longest": self._longest}

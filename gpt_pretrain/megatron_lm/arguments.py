@@ -32,7 +32,7 @@ from gpt_pretrain.translate.translation import Source, Translation, translate_so
 # Names of earlier versions.
 _RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 # Arguments without counterpart that a training run may do without, but not weights that were trained with them.
-_CHANGES_RESULTS = ("layernorm_zero_centered_gamma", "moe_router_pre_softmax", "use_mup", "window_size")
+_CHANGES_RESULTS = ("layernorm_zero_centered_gamma", "moe_router_pre_softmax", "use_mup")
 _NORMS = {Normalization.layernorm: "LayerNorm", Normalization.rmsnorm: "RMSNorm"}
 _VOCABULARY = "model.vocab_size"
 
@@ -70,7 +70,7 @@ def fields_of(arguments: Mapping[str, Any], origin: str) -> dict[str, tuple[Any,
 
 def _described() -> set[str]:
     """The names of all keys that describe a model's weights."""
-    keys = ["position_embedding_type=learned_absolute", "no_rope_freq=1"]
+    keys = ["position_embedding_type=learned_absolute", "no_rope_freq=1", "window_size=[1,0]"]
     experts = load_config(["model=mixtral_8x7b", *(f"model.{key}" for key in keys)])
     return {*describe_weights(experts.model), *(f"model.{name}" for name in BESIDE_WEIGHTS)}
 
@@ -135,6 +135,8 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
         "use_rope_scaling": factor is not None,
         "rope_scaling_factor": factor or 8.0,
         "no_rope_freq": model.no_rope_freq,
+        "window_size": None if model.window_size is None else tuple(model.window_size),
+        "window_attn_skip_freq": model.window_attn_skip_freq,
         "normalization": _NORMS[model.normalization],
         "layernorm_epsilon": model.layernorm_epsilon,
         "swiglu": model.activation is Activation.swiglu,
@@ -178,6 +180,10 @@ def options_beside(model: ModelConfig) -> list[str]:
         options += ["--use-rope-scaling", "--rope-scaling-factor", show(model.rope_scaling_factor)]
     if model.no_rope_freq is not None:
         options += ["--no-rope-freq", show(model.no_rope_freq)]
+    if model.window_size is not None:
+        options += ["--window-size", ",".join(map(str, model.window_size))]
+    if model.window_attn_skip_freq is not None:
+        options += ["--window-attn-skip-freq", written(model.window_attn_skip_freq)]
     if model.activation is Activation.gelu:
         # Fused with the bias it would be the tanh form.
         options.append("--no-bias-gelu-fusion")

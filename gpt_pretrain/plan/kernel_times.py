@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
-from gpt_pretrain.config.derived import kv_channels
+from gpt_pretrain.config.derived import attended_tokens, kv_channels
 from gpt_pretrain.config.recipes import Recipe
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
@@ -81,7 +81,8 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     """Causal attention: half of the scores, of samples or of the documents in them."""
     model, documents = spec.model, spec.config.plan.document_length
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
-    attended = model.encoder_seq_length if documents is None else documents
+    # Windows and documents exclude each other.
+    attended = attended_tokens(model, model.encoder_seq_length) if documents is None else documents
     flops = ATTENTION_PRODUCTS * tokens * attended * width
     # What a score costs besides its products weighs more in narrow heads.
     reached = EFFICIENCY.attention * math.pow(min(1.0, kv_channels(model) / ATTENTION_WIDTH), 0.75)

@@ -10,6 +10,7 @@ from functools import cached_property
 
 from gpt_pretrain.config.choices import AUTO, Activation
 from gpt_pretrain.config.derived import (
+    attended_tokens,
     expert_tensor_parallel_size,
     ffn_hidden_size,
     kv_channels,
@@ -186,7 +187,7 @@ def _attention_flops(model: ModelConfig, attended: float | None = None) -> float
     """Operations of causal attention's two products, in one layer and one forward pass of a rank's microbatch."""
     tokens = model.micro_batch_size * model.encoder_seq_length // model.context_parallel_size
     width = model.num_attention_heads // model.tensor_model_parallel_size * kv_channels(model)
-    return 2.0 * tokens * (model.encoder_seq_length if attended is None else attended) * width
+    return 2.0 * tokens * attended_tokens(model, model.encoder_seq_length if attended is None else attended) * width
 
 
 def gemms(linear: Linear) -> tuple[Gemm, Gemm, Gemm]:

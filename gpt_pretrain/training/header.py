@@ -139,6 +139,8 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
 def _describe_flops(setup: Setup) -> str:
     model, attended = setup.spec.model, setup.train_data.attended
     lengths = "causal attention halved"
+    if model.window_size is not None:
+        lengths += f", windows of {model.window_size[0] + 1:,} tokens"
     if round(attended) != model.encoder_seq_length:
         lengths += f", to documents or pieces of samples of {attended:,.0f} tokens on average"
     return f"{flops_per_token(model, attended):.3g} ({lengths})"

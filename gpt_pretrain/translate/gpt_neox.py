@@ -15,6 +15,7 @@ from gpt_pretrain.translate.megatron_options import ROWS
 from gpt_pretrain.translate.translation import (
     ANOTHER_MODEL,
     TOGETHER,
+    WINDOW,
     Becomes,
     NoNeed,
     NotHere,
@@ -47,7 +48,7 @@ _TABLE: Mapping[str, Row] = {
     "keep_last_n_checkpoints": Becomes("checkpoint.keep_last"),
     "z_loss": Becomes("model.z_loss_coeff"),
     "gpt_j_residual gpt_j_tied": NotHere("attention and MLP ran side by side", ANOTHER_MODEL),
-    "sliding_window_width": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "sliding_window_width": WINDOW,
     "te_fp8_mha": NotHere("attention alone multiplied in FP8", "all layers do with fp8=delayed, and none without"),
     "moe_expert_interval": NotHere("some layers had no experts", ANOTHER_MODEL, (1,)),
     "moe_router_type": NotHere("a router of that kind chose experts", "the largest scores choose them", ("topk",)),

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from gpt_pretrain.translate.translation import ANOTHER_MODEL, Becomes, NoNeed, NotHere, Row, becomes, table
+from gpt_pretrain.translate.translation import ANOTHER_MODEL, WINDOW, Becomes, NoNeed, NotHere, Row, becomes, table
 
 _QWEN3_SIZES = ("0.6b", "1.7b", "4b", "8b", "14b", "32b")
 # The last part of a repository's name, in lower case.
@@ -51,8 +51,7 @@ _TABLE: Mapping[str, Row] = {
     "rope_theta": Becomes("model.rotary_base", int),
     "hidden_act": Becomes("model.activation", {"silu": "swiglu"}, there="the MLP's activation", here=ANOTHER_MODEL),
     "rope_scaling": NotHere("rope was stretched", "model.rope_scaling_factor stretches it as Llama 3.1 does"),
-    "sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
-    "use_sliding_window": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "sliding_window use_sliding_window": WINDOW,
     """
     architectures max_window_layers bos_token_id eos_token_id use_cache _target_ torch_dtype
     """: NoNeed("training does not read it"),

@@ -13,6 +13,7 @@ from gpt_pretrain.translate.hugging_face import preset_named
 from gpt_pretrain.translate.translation import (
     ANOTHER_MODEL,
     TOGETHER,
+    WINDOW,
     Becomes,
     NoNeed,
     NotHere,
@@ -45,7 +46,7 @@ _TABLE: Mapping[str, Row] = {
     "model_config.n_expert_per_token": Becomes("model.moe_router_topk", lambda experts: experts or None),
     "model_config.parallel_residual": NotHere("attention and MLP ran side by side", ANOTHER_MODEL),
     "model_config.rope_condense_ratio": NotHere("rope's positions were divided by it", ANOTHER_MODEL, (1,)),
-    "model_config.sliding_window_size": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "model_config.sliding_window_size": WINDOW,
     "model_config.name .hf_config* .shared_attention_norm": NoNeed("a name, or a detail of running side by side"),
     "model_config.*": NotHere("layers had it", ANOTHER_MODEL, (None, False, True, [], {}, "default")),
     "train.lr_warmup_fraction": NotHere("the warmup was a share of an epoch", "model.optim.sched.warmup_steps counts"),

@@ -51,6 +51,7 @@ def _architecture(source: Source, translation: Translation) -> None:
         channels = source.get("kv_channels") or hidden // heads
         translation.derive("model.kv_channels", channels, "kv_channels")
     _positions(source, translation)
+    _window(source, translation)
     fused = "bias_swiglu_fusion" if gated else "bias_gelu_fusion"
     # megatron-core's fused bias and GELU is the tanh form; without it torch's is exact.
     tanh = source.get("add_bias_linear") and source.get("bias_gelu_fusion")
@@ -63,6 +64,19 @@ def _architecture(source: Source, translation: Translation) -> None:
         translation.take("model.bias_activation_fusion", fused)
     bias = bool(source.get("add_qkv_bias")) and not source.get("add_bias_linear")
     translation.derive("model.qkv_bias", bias, "add_qkv_bias")
+
+
+def _window(source: Source, translation: Translation) -> None:
+    window, layers = source.get("window_size"), source.get("window_attn_skip_freq")
+    if isinstance(layers, int):
+        # is_layer_window_attention counts from 1 on.
+        layers = [int(layer % layers != 0) for layer in range(1, source.get("num_layers") + 1)]
+    if window is None or window[0] < 0 or (layers is not None and 1 not in layers):
+        return
+    # Causal attention has no window to the right, whatever is given.
+    translation.derive("model.window_size", [window[0], 0], "window_size")
+    some = layers if layers is not None and 0 in layers else None
+    translation.derive("model.window_attn_skip_freq", some, "window_attn_skip_freq")
 
 
 def _positions(source: Source, translation: Translation) -> None:

@@ -111,7 +111,6 @@ _TABLE: Mapping[str, Row] = {
     "qk_clip_threshold": Becomes("model.qk_clip_threshold", only_given=True),
     "log_max_attention_logit": Becomes("model.log_max_attention_logit"),
     "attention_output_gate": NotHere("attention's output was gated", ANOTHER_MODEL),
-    "window_size": NotHere("attention saw a sliding window", "it sees the whole sequence"),
     "softmax_type": NotHere("attention had a sink", ANOTHER_MODEL, ("vanilla",)),
     "hybrid_layer_pattern": NotHere("layers were a hybrid of kinds", ANOTHER_MODEL),
     "experimental_attention_variant": NotHere("attention was of another kind", ANOTHER_MODEL),
@@ -275,6 +274,7 @@ _TABLE: Mapping[str, Row] = {
     num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank sequence_parallel use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2
     data_parallel_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
+    window_size window_attn_skip_freq
     bias_gelu_fusion bias_swiglu_fusion recompute_activations recompute_granularity data_path train_data_path
     valid_data_path data_args_path per_split_data_args_path mock_data split reset_position_ids reset_attention_mask
     dataloader_inter_document_masking vocab_size padded_vocab_size make_vocab_size_divisible_by tokenizer_type

@@ -16,6 +16,7 @@ from gpt_pretrain.translate.hugging_face import FIELDS
 from gpt_pretrain.translate.translation import (
     ANOTHER_MODEL,
     TOGETHER,
+    WINDOW,
     Becomes,
     NoNeed,
     NotHere,
@@ -71,7 +72,7 @@ _TABLE: Mapping[str, Row] = {
     "model.init_method.path": NotHere("weights came from there", "nanotron's checkpoints are not read"),
     f"{_MODEL}initializer_range": NoNeed("nanotron reads model.init_method.std"),
     f"{_MODEL}rope_interleaved {_MODEL}interleaved_rotary": NotHere("rope rotated neighbours", ANOTHER_MODEL),
-    f"{_MODEL}sliding_window_size": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    f"{_MODEL}sliding_window_size": WINDOW,
     f"{_MODEL}rope_seq_len_interpolation_factor": NotHere("rope's positions were divided by it", ANOTHER_MODEL),
     f"{_MODEL}moe_config.layers": NotHere("some layers had no experts", ANOTHER_MODEL, ([-1],)),
     f"{_MODEL}moe_config.enable_shared_expert": NotHere("an expert saw every token", ANOTHER_MODEL),

@@ -85,7 +85,7 @@ _TABLE: Mapping[str, Row] = {
     "model.headscale": NotHere("heads were scaled", ANOTHER_MODEL),
     "model.normalize_attention_scores": NotHere("scores were not divided", ANOTHER_MODEL, (True,)),
     "model.attention_type": NotHere("attention was of another kind", ANOTHER_MODEL, ("multihead",)),
-    "model.window_size": NotHere("attention saw a sliding window", "it sees the whole sequence"),
+    "model.window_size": Becomes("model.window_size"),
     "model.mcore_customization_config.parallel_attention": NotHere("attention and MLP ran side by side", ANOTHER_MODEL),
     "model.moe_expert_capacity_factor": NotHere("experts dropped tokens beyond their capacity", "no token is dropped"),
     "model.moe_pad_expert_input_to_capacity": NotHere("experts were padded to their capacity", "nothing is padded"),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpt_pretrain.config import derived
-from gpt_pretrain.config.errors import ConfigError, show
+from gpt_pretrain.config.errors import ConfigError, show, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.config.schedule import has_length, rate_phases
@@ -45,6 +45,7 @@ _OF_MODEL = names("""
 model.layer .features .use_mup .num_layers .hidden_size .ffn_hidden_size .num_attention_heads .num_query_groups
 .kv_channels .vocab_size .max_position_embeddings .position_embedding_type .rotary_percentage .rotary_base
 .rope_scaling_factor .no_rope_freq .normalization .layernorm_epsilon .activation .bias .qkv_bias .qk_layernorm
+.window_size .window_attn_skip_freq
 .share_embeddings_and_output_weights .num_moe_experts .moe_ffn_hidden_size .moe_router_topk
 """)
 
@@ -119,6 +120,10 @@ def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "position_embedding_type", get("position_embedding_type")
     if get("rope_scaling_factor") is not None:
         yield from {"use_rope_scaling": True, "rope_scaling_factor": get("rope_scaling_factor")}.items()
+    for name in ("window_size", "window_attn_skip_freq"):
+        if (numbers := get(name)) is not None:
+            # One word: a tuple, and a list that is a pattern.
+            yield name, written(numbers) if name == "window_attn_skip_freq" else ",".join(map(str, numbers))
     activation = get("activation")
     yield from {name: activation == name for name in ("swiglu", "squared_relu")}.items()
     yield "bias_gelu_fusion", activation != "gelu"

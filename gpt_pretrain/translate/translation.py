@@ -68,6 +68,8 @@ class Together:
     """A setting that a function of the format translates, with others."""
 
 
+WINDOW = NotHere("attention saw a sliding window", "model.window_size=[TOKENS - 1,0] asks for one of TOKENS")
+"""Of a window's size alone: which layers have it, other settings say."""
 type Row = Becomes | NotHere | NoNeed | Together
 TOGETHER = Together()
 SAME = Becomes("")
