@@ -56,6 +56,7 @@ MODELS: dict[str, Sequence[str]] = {
     "rope": (),
     "heads": ("model.num_query_groups=4",),
     "learned": ("model.position_embedding_type=learned_absolute",),
+    "yarn": ("model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=16"),
     "deep": ("model.num_layers=4",),
     "recomputed": RECOMPUTED,
     "selective": ("model.activations_checkpoint_granularity=selective",),
@@ -72,6 +73,7 @@ MODELS: dict[str, Sequence[str]] = {
 GPU_MODELS: dict[str, Sequence[str]] = {
     "te_bf16": (),
     "te_learned": ("model.position_embedding_type=learned_absolute",),
+    "te_yarn": ("model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=16"),
     "te_delayed": ("fp8=delayed",),
     "te_stored": ("fp8=delayed", "model.fp8_params=true"),
     "te_blockwise": ("fp8=blockwise",),

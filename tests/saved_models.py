@@ -55,6 +55,12 @@ FAMILIES = {
     ),
     "mistral": ("model=mistral_7b", *GROUPED),
     "qwen2": ("model=qwen2_5_7b", *GROUPED),
+    "qwen2, yarn": (
+        "model=qwen2_5_7b",
+        *GROUPED,
+        "model.rope_scaling_factor=4",
+        "model.yarn_original_max_position_embeddings=16",
+    ),
     "mistral, window": ("model=mistral_7b", *GROUPED, "model.window_size=[7,0]"),
     "qwen2, window in some layers": (
         "model=qwen2_5_7b",

@@ -19,6 +19,7 @@ from tests.transformers_reference import (
     train_ours,
     train_reference,
     windowed,
+    yarn,
 )
 
 pytestmark = pytest.mark.gpu
@@ -30,6 +31,7 @@ CASES = {
     "llama3": llama("llama3_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, **SHAPE),
     "smollm3": smollm3(**SHAPE),
     "windows": windowed(16, **SHAPE),
+    "yarn": yarn(**SHAPE),
 }
 TE_BF16 = ("model.transformer_engine=true", "trainer.precision=bf16")
 

@@ -34,6 +34,8 @@ from tests.transformers_reference import (
     reference_logits,
 )
 
+# For contexts beyond 16 tokens, in sequences of 32; heads of 16 rotate slowly enough for all parts of the ramp.
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # Of 8 tokens, itself included, in sequences of 32.
 WINDOW = {"sliding_window": 8}
 SLIDING = "sliding_attention"
@@ -133,6 +135,17 @@ CASES = {
     ),
     "starcoder2, window": Case(
         preset="gpt2_124m", architecture="Starcoder2", published={"tie_word_embeddings": False, **WINDOW}, groups=2
+    ),
+    "qwen2, yarn": llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e4, epsilon=1e-6, rope=YARN),
+    "qwen3, yarn and window": llama(
+        "qwen3_8b",
+        "Qwen3",
+        groups=2,
+        theta=1e2,
+        epsilon=1e-6,
+        head_width=24,
+        rope={**YARN, "original_max_position_embeddings": 256},
+        experts={**WINDOW, "use_sliding_window": True, "max_window_layers": 1},
     ),
     "llama, rescaled rope": llama("llama3_1_8b", "Llama", groups=2, theta=5e5, epsilon=1e-5, rope=RESCALED_ROPE),
 }
@@ -333,9 +346,13 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
         (
             "llama",
             {"rope_parameters": None, "rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
-            "cannot be imported: the only rescaled rope here is Llama 3.1's",
+            "cannot be imported: rope is stretched here as in Llama 3.1",
         ),
-        ("llama", {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 8.0}}, "Llama 3.1's"),
+        ("qwen2, yarn", {"rope_parameters": {**YARN, "rope_theta": 1e6, "attention_factor": 1.0}}, "attention_factor"),
+        ("qwen2, yarn", {"rope_parameters": {**YARN, "rope_theta": 1e6, "beta_fast": 16}}, "beta_fast"),
+        ("phi3", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "longrope"),
+        ("gpt_neox", {"rope_parameters": {**YARN, "partial_rotary_factor": 0.5}}, "model.rotary_percentage=0.5"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 5e5, "factor": 8.0}}, "or by YaRN"),
         (
             "llama, rescaled rope",
             {"rope_parameters": {**RESCALED_ROPE, "rope_theta": 5e5, "low_freq_factor": 2.0}},

@@ -60,6 +60,10 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
         (("model=gpt2_124m",), "model.position_embedding_type=learned_absolute"),
         (("model.apply_rope_fusion=false",), "model.apply_rope_fusion=false"),
         (("model.no_rope_freq=4",), "model.no_rope_freq=4"),
+        (
+            ("model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=64"),
+            "model.yarn_original_max_position_embeddings=64",
+        ),
         (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )

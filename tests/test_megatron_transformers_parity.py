@@ -21,6 +21,7 @@ from tests.transformers_reference import (
     train_ours,
     train_reference,
     windowed,
+    yarn,
 )
 
 TOLERANCE = 1e-4
@@ -45,6 +46,7 @@ CASES = {
     "qwen3": llama("qwen3_8b", "Qwen3", groups=2, theta=1e6, epsilon=1e-6, head_width=24, overrides=[f"{WIDTH}=24"]),
     "smollm3": smollm3(),
     "windows": windowed(8),
+    "yarn": yarn(),
     "phi4": llama("phi4", "Phi3", groups=2, theta=2.5e5, epsilon=1e-5),
     "phi3_partial_rotation": llama(
         "phi4",
@@ -109,6 +111,8 @@ def test_rows_that_pad_the_vocabulary_take_part_in_the_softmax() -> None:
         ("llama3_1", "model.rope_scaling_factor=null"),
         ("smollm3", "model.no_rope_freq=2"),
         ("windows", "model.window_size=[8,0]"),
+        ("yarn", "model.yarn_original_max_position_embeddings=128"),
+        ("yarn", "model.rope_scaling_factor=8"),
         ("windows", "model.window_attn_skip_freq=[1,1,0]"),
         ("smollm3", "model.no_rope_freq=null"),
         ("phi3_partial_rotation", "model.rotary_percentage=1.0"),

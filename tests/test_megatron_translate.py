@@ -463,6 +463,7 @@ ELSEWHERE = {
         "model.rotary_percentage",
         "model.rotary_base",
         "model.rope_scaling_factor",
+        "model.yarn_original_max_position_embeddings",
         "model.share_embeddings_and_output_weights",
     ),
     "features": ("model.compile", *(f"model.{feature.key}" for feature in own_kernels() if not feature.core_field)),

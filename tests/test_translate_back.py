@@ -29,6 +29,7 @@ def keys(command):
         "model=llama3_1_8b fp8=blockwise parallelism=fsdp",
         "model=mixtral_8x7b parallelism=ep8",
         "model=qwen3_8b parallelism=pp2_vp2",
+        "model=qwen3_8b model.rope_scaling_factor=4 model.yarn_original_max_position_embeddings=32768",
         f"model=mistral_7b model.window_size=[4095,0] model.window_attn_skip_freq=[{','.join(['0', '1'] * 16)}]",
         "model=gpt2_124m model.rampup_batch_size=[64,64,100000] trainer.max_tokens=1024000000 trainer.max_steps=null",
         "model=gpt2_124m model.activation=gelu model.optim.sched.name=wsd model.optim.sched.wsd_decay_steps=50",

@@ -214,6 +214,14 @@ def test_recipes_of_fp8(capsys, words, preset, keys):
         ("--use-rotary-position-embeddings --use-rope-scaling", {"rope_scaling_factor": 8.0}),
         ("--use-rotary-position-embeddings --no-rope-freq 4", {"no_rope_freq": 4}),
         ("--window-size 4095,0", {"window_size": [4095, 0]}),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 512",
+            {
+                "rope_scaling_factor": 4.0,
+                "yarn_original_max_position_embeddings": 512,
+                "position_embedding_type": "rope",
+            },
+        ),
         ("--window-size 7,0 --window-attn-skip-freq 3", {"window_attn_skip_freq": [1, 1, 0] * 8}),
         ("--window-size 7,0 --window-attn-skip-freq 1", {"window_size": "missing"}),
         ("--use-rotary-position-embeddings --no-rope-freq ([0]*1+[1]*1)*6", {"no_rope_freq": 2}),

@@ -131,6 +131,13 @@ def windowed(window: int, **kwargs: Any) -> Case:
     return llama("qwen2_5_7b", "Qwen2", theta=1e6, epsilon=1e-6, experts=published, **kwargs)
 
 
+def yarn(**kwargs: Any) -> Case:
+    """Rope that YaRN stretches, in all parts of its ramp."""
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
+    ours = ["model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=256", "model.rotary_base=100"]
+    return llama("qwen2_5_7b", "Qwen2", groups=2, theta=1e2, epsilon=1e-6, rope=rope, overrides=ours, **kwargs)
+
+
 def build_reference(case: Case) -> torch.nn.Module:
     """The `transformers` model, all of its parameters random: norms and biases too, or a wrong one would not show."""
     common = {"vocab_size": case.vocab_size, "bos_token_id": None, "eos_token_id": None, **case.published}

@@ -32,6 +32,7 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
     uses_distributed_optimizer,
+    uses_yarn,
 )
 from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.config.schema import ModelConfig
@@ -92,6 +93,7 @@ _UNSTATED = {
     _LAYER: LayerName.gpt.name,
     "model.use_mup": "false",
     "model.no_rope_freq": "null",
+    "model.yarn_original_max_position_embeddings": "null",
     **{f"model.{key}": "null" for key in _WINDOW_KEYS},
 }
 _LAYOUT_KEYS = (
@@ -178,6 +180,8 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described |= _described(model, _MUP_KEYS)
     if model.no_rope_freq is not None:
         described |= _described(model, ["no_rope_freq"])
+    if uses_yarn(model):
+        described |= _described(model, ["yarn_original_max_position_embeddings"])
     if model.window_size is not None:
         described |= _described(model, _WINDOW_KEYS)
     if model.layer is not LayerName.gpt:

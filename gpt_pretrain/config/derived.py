@@ -82,6 +82,11 @@ def num_query_groups(model: ModelConfig) -> int:
     return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
 
 
+def uses_yarn(model: ModelConfig) -> bool:
+    """Whether YaRN stretches rope, not Llama 3.1's rescaling."""
+    return model.rope_scaling_factor is not None and model.yarn_original_max_position_embeddings is not None
+
+
 def matmul_parameters_per_layer(model: ModelConfig) -> int:
     """Weights of one transformer layer that multiply a token, without biases and norms.
 

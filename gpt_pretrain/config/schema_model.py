@@ -106,7 +106,17 @@ class ModelConfig:
         identity="model",
         unread=[_WITH_SCALED_ROPE],
     )
-    """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8); null: no stretching."""
+    """Factor that stretches rope's periods beyond 8,192 tokens (Llama 3.1 uses 8), or beyond
+    yarn_original_max_position_embeddings; null: no stretching."""
+    yarn_original_max_position_embeddings: int | None = key(
+        minimum=1,
+        largest=2**24,
+        before=None,
+        identity="model",
+        unread=[unread_with("model.rope_scaling_factor", None, instead="null, or model.rope_scaling_factor=4")],
+    )
+    """The context before rope_scaling_factor stretches it by YaRN (Peng et al. 2023, arXiv 2309.00071), which Qwen2.5
+    and Qwen3 take for long texts: its ramp from 32 rotations to 1, and its larger logits. null: Llama 3.1's way."""
     no_rope_freq: int | None = _shape_key(minimum=1, largest=2**10, before=None, unread=[_WITH_SCALED_ROPE])
     """Every how many layers one rotates nothing: 4 leaves rope out of layers 4, 8, … (SmolLM 3); null: all rotate."""
     normalization: Normalization = _shape_key()

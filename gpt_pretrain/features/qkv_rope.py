@@ -7,6 +7,8 @@ from gpt_pretrain.config.choices import PositionEmbedding
 from gpt_pretrain.config.derived import keeps_plain_kernels
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
+_YARN = "it has no factor for cosines and sines, as YaRN needs"
+
 
 class QkvRope(FusedKernel):
     """Split queries, keys and values, and rotate, in one kernel; null: with rope on TE layers, without CUDA graphs."""
@@ -22,6 +24,7 @@ class QkvRope(FusedKernel):
         if model.apply_rope_fusion is False:
             yield "model.apply_rope_fusion=false", "that asks for an unfused rotation"
         yield from self.needs(model, "it rotates in every layer", no_rope_freq=None)
+        yield from self.needs(model, _YARN, yarn_original_max_position_embeddings=None)
         why = "queries and keys are normalized between their projection and the rotation"
         yield from self.needs(model, why, qk_layernorm=False)
 

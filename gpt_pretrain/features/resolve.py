@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from gpt_pretrain.config.choices import Activation, CrossEntropyFusion, LossName, PositionEmbedding
-from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels
+from gpt_pretrain.config.derived import is_reference, keeps_plain_kernels, uses_yarn
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.features.cuda_graphs import CudaGraphs
 from gpt_pretrain.features.registry import fused_kernels, libraries
@@ -112,7 +112,8 @@ def _plan_parts(run: Resolved, platform: Platform, world_size: int) -> Kernels:
         masked_softmax_fusion=softmax,
         torch_attention=model.compile or (fast_local and not softmax and takes_window(model)),
         apply_rope_fusion=choose(
-            model.apply_rope_fusion, te and model.position_embedding_type is PositionEmbedding.rope
+            model.apply_rope_fusion,
+            te and model.position_embedding_type is PositionEmbedding.rope and not uses_yarn(model),
         ),
         gradient_accumulation_fusion=choose(model.gradient_accumulation_fusion, fuses),
         cross_entropy_fusion_impl=_plan_loss(config, platform),

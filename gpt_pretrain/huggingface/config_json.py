@@ -43,7 +43,6 @@ def to_hf_config(
             "resid_pdrop": model.hidden_dropout,
             "attn_pdrop": model.attention_dropout,
         }
-    factor = model.rope_scaling_factor
     decoder = {
         **common,
         "num_hidden_layers": model.num_layers,
@@ -51,7 +50,7 @@ def to_hf_config(
         "intermediate_size": ffn_hidden_size(model),
         "num_attention_heads": model.num_attention_heads,
         "max_position_embeddings": model.max_position_embeddings,
-        "rope_scaling": None if factor is None else {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE},
+        "rope_scaling": _rope_scaling(model),
         "attention_dropout": model.attention_dropout,
     }
     if architecture is Architecture.gpt_neox:
@@ -120,6 +119,15 @@ def to_hf_config(
         },
     }
     return {**llama, **head_dim, **own[architecture]}
+
+
+def _rope_scaling(model: ModelConfig) -> dict[str, Any] | None:
+    factor, original = model.rope_scaling_factor, model.yarn_original_max_position_embeddings
+    if factor is None:
+        return None
+    if original is None:
+        return {"rope_type": "llama3", "factor": factor, **LLAMA3_ROPE}
+    return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
 
 
 def sliding_window(model: ModelConfig) -> tuple[int | None, dict[str, Any]]:

@@ -18,6 +18,15 @@ _GROUPS = {Architecture.mistral: 8, Architecture.mixtral: 8, Architecture.qwen3_
 _EPSILONS = {Architecture.phi3: 1e-5, Architecture.mixtral: 1e-5}
 # Default thetas of rope; other classes have 1e4.
 _THETAS = {Architecture.mixtral: 1e6, Architecture.smollm3: 2e6}
+# YaRN's settings that may be left out, with values that are the paper's.
+_YARN: Mapping[str, tuple[Any, ...]] = {
+    "beta_fast": (None, 32),
+    "beta_slow": (None, 1),
+    "truncate": (None, True),
+    "attention_factor": (None,),
+    "mscale": (None,),
+    "mscale_all_dim": (None,),
+}
 # Default deviations of initial weights; other classes have 0.02.
 _STDS = {Architecture.starcoder2: 0.018042}
 # Default windows of classes that have one; Llama's and GPT-NeoX's have none.
@@ -290,14 +299,35 @@ class _HfConfig:
         if share != 1.0 and architecture not in (Architecture.phi3, Architecture.gpt_neox):
             self.refuse(name, "this class rotates whole heads")
         base = scaling.get("rope_theta", self._values.get(theta, _THETAS.get(architecture, 1e4)))
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        rescaled = {key: scaling.get(key) for key in LLAMA3_ROPE}
-        is_llama3 = kind == "llama3" and rescaled == LLAMA3_ROPE and isinstance(scaling.get("factor"), int | float)
-        if kind != "default" and not is_llama3:
-            only = ", ".join(f"{key}={show(value)}" for key, value in LLAMA3_ROPE.items())
-            self.refuse(name, f"the only rescaled rope here is Llama 3.1's: rope_type=llama3 with a factor, and {only}")
+        stretch, original = self._stretching(name, scaling)
+        if original is not None and architecture is Architecture.phi3:
+            self.refuse(name, "this class has its own way to long contexts, longrope")
         return {
             "rotary_percentage": share,
             "rotary_base": int(self._number("rope_theta", base, whole=True)),
-            "rope_scaling_factor": float(scaling["factor"]) if is_llama3 else None,
+            "rope_scaling_factor": stretch,
+            "yarn_original_max_position_embeddings": original,
         }
+
+    def _stretching(self, name: str, scaling: Mapping[str, Any]) -> tuple[float | None, int | None]:
+        """The factor that stretches rope, and the context from which YaRN does; `name` is the field of `scaling`."""
+        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        if kind == "default":
+            return None, None
+        factor, fits = scaling.get("factor"), False
+        if kind == "llama3":
+            fits = all(scaling.get(key) == value for key, value in LLAMA3_ROPE.items())
+        elif kind == "yarn":
+            fits = all(scaling.get(key) in values for key, values in _YARN.items())
+        if fits and isinstance(factor, int | float):
+            if kind == "llama3":
+                return float(factor), None
+            length = scaling.get("original_max_position_embeddings", self._values.get("max_position_embeddings"))
+            return float(factor), int(self._number("original_max_position_embeddings", length, whole=True))
+        fixed = ", ".join(f"{key}={show(value)}" for key, value in LLAMA3_ROPE.items())
+        self.refuse(
+            name,
+            f"rope is stretched here as in Llama 3.1 (rope_type=llama3 with a factor, and {fixed}), or by YaRN as in "
+            f"its paper (rope_type=yarn with a factor, without {', '.join(_YARN)})",
+        )
+        return None, None

@@ -25,12 +25,22 @@ from gpt_pretrain.config.derived import (
     moe_ffn_hidden_size,
     num_query_groups,
     uses_distributed_optimizer,
+    uses_yarn,
 )
 from gpt_pretrain.config.keys import schema_keys, value_of
 from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.features.registry import all_features
 from gpt_pretrain.run.optimizers import optimizer_of
 from gpt_pretrain.run.run_spec import RunSpec
+
+# YaRN's settings that no key changes: those of its paper.
+YARN = {
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": None,
+    "mscale_all_dim": None,
+    "correction_range_round_to_int": True,
+}
 
 
 class Dtype(Enum):
@@ -118,6 +128,23 @@ def _architecture_fields(spec: RunSpec) -> Iterator[Field]:
         yield Field("mup_output_mult", output_mult(model), ("model.mup_output_mult",))
     # Weights are built on the device; megatron/weights.py draws them again, the same in every layout.
     yield Field("use_cpu_initialization", False)
+
+
+def yarn_fields(spec: RunSpec) -> list[Field]:
+    """What megatron-core looks for in `TransformerConfig` without it being a field there; nothing without YaRN.
+
+    Without `mscale`s the factor of cosines and sines is the paper's, 0.1 · log(factor) + 1.
+    """
+    model = spec.model
+    if not uses_yarn(model):
+        return []
+    values = {
+        "rotary_scaling_factor": model.rope_scaling_factor,
+        "original_max_position_embeddings": model.yarn_original_max_position_embeddings,
+        **YARN,
+    }
+    keys = ("model.rope_scaling_factor", "model.yarn_original_max_position_embeddings")
+    return [Field(f"yarn_{name}", value, keys) for name, value in values.items()]
 
 
 def _expert_fields(spec: RunSpec) -> Iterator[Field]:

@@ -14,7 +14,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
 from gpt_pretrain.config.choices import LayerName
-from gpt_pretrain.config.derived import padded_vocab_size
+from gpt_pretrain.config.derived import padded_vocab_size, uses_yarn
 from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.megatron.loss import LossHead
 from gpt_pretrain.megatron.own_model import mark_replicas, named_layers
@@ -44,7 +44,7 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             parallel_output=True,
             share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
-            position_embedding_type=model.position_embedding_type.value,
+            position_embedding_type="yarn" if uses_yarn(model) else model.position_embedding_type.value,
             rotary_percent=model.rotary_percentage,
             rotary_base=model.rotary_base,
             rope_scaling=model.rope_scaling_factor is not None,
@@ -69,6 +69,9 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             # Context parallel ranks get their own places' angles; here each looks up its positions among all.
             num_places = position_ids.size(1) * self.config.context_parallel_size
             angles = self.rotary_pos_emb(num_places, packed_seq=True)
+            if uses_yarn(self._spec.model):
+                # With the factor of cosines and sines, which layers have from their config.
+                angles, _ = angles
             # All rows have the same positions: documents come in one row, and generation's rows count alike.
             rotation = angles.index_select(0, position_ids[0])
         return hidden, rotation, *others

@@ -31,6 +31,7 @@ from gpt_pretrain.megatron.core_fields import (
     optimizer_fields,
     optimizer_state_fields,
     transformer_fields,
+    yarn_fields,
 )
 from gpt_pretrain.megatron.fallbacks import install_split, install_weight_gradients
 from gpt_pretrain.megatron.gpt import GPT
@@ -81,7 +82,10 @@ def _arguments(fields: Iterable[Field]) -> dict[str, Any]:
 
 def translate_transformer(spec: RunSpec) -> TransformerConfig:
     """The layers' config."""
-    return TransformerConfig(**_arguments(transformer_fields(spec)))
+    config = TransformerConfig(**_arguments(transformer_fields(spec)))
+    for name, value in _arguments(yarn_fields(spec)).items():
+        setattr(config, name, value)
+    return config
 
 
 def translate_ddp(spec: RunSpec) -> DistributedDataParallelConfig:

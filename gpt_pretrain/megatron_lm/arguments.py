@@ -19,6 +19,7 @@ from gpt_pretrain.config.derived import (
     moe_ffn_hidden_size,
     num_query_groups,
     padded_vocab_size,
+    uses_yarn,
 )
 from gpt_pretrain.config.errors import ConfigError, UserError, show, written
 from gpt_pretrain.config.schema import Config, ModelConfig
@@ -71,6 +72,7 @@ def fields_of(arguments: Mapping[str, Any], origin: str) -> dict[str, tuple[Any,
 def _described() -> set[str]:
     """The names of all keys that describe a model's weights."""
     keys = ["position_embedding_type=learned_absolute", "no_rope_freq=1", "window_size=[1,0]"]
+    keys += ["rope_scaling_factor=2", "yarn_original_max_position_embeddings=1"]
     experts = load_config(["model=mixtral_8x7b", *(f"model.{key}" for key in keys)])
     return {*describe_weights(experts.model), *(f"model.{name}" for name in BESIDE_WEIGHTS)}
 
@@ -118,7 +120,7 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
         UserError: There are none for it.
     """
     groups, heads, experts = num_query_groups(model), model.num_attention_heads, model.num_moe_experts
-    factor = model.rope_scaling_factor
+    factor, original = model.rope_scaling_factor, model.yarn_original_max_position_embeddings
     arguments = {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
@@ -129,11 +131,13 @@ def arguments_of(model: ModelConfig, dtype: torch.dtype, origin: str) -> Namespa
         "kv_channels": kv_channels(model),
         "seq_length": model.encoder_seq_length,
         "max_position_embeddings": model.max_position_embeddings,
-        "position_embedding_type": model.position_embedding_type.value,
+        "position_embedding_type": "yarn" if uses_yarn(model) else model.position_embedding_type.value,
         "rotary_base": model.rotary_base,
         "rotary_percent": model.rotary_percentage,
-        "use_rope_scaling": factor is not None,
+        "use_rope_scaling": factor is not None and not uses_yarn(model),
         "rope_scaling_factor": factor or 8.0,
+        "rotary_scaling_factor": factor if uses_yarn(model) else 1.0,
+        "yarn_original_max_position_embeddings": original if uses_yarn(model) else None,
         "no_rope_freq": model.no_rope_freq,
         "window_size": None if model.window_size is None else tuple(model.window_size),
         "window_attn_skip_freq": model.window_attn_skip_freq,
@@ -176,7 +180,10 @@ def options_beside(model: ModelConfig) -> list[str]:
     options = ["--use-checkpoint-args", "--norm-epsilon", show(model.layernorm_epsilon)]
     if model.qk_layernorm:
         options.append("--qk-layernorm")
-    if model.rope_scaling_factor is not None:
+    if uses_yarn(model):
+        options += ["--rotary-scaling-factor", show(model.rope_scaling_factor)]
+        options += ["--yarn-original-max-position-embeddings", show(model.yarn_original_max_position_embeddings)]
+    elif model.rope_scaling_factor is not None:
         options += ["--use-rope-scaling", "--rope-scaling-factor", show(model.rope_scaling_factor)]
     if model.no_rope_freq is not None:
         options += ["--no-rope-freq", show(model.no_rope_freq)]

@@ -19,6 +19,7 @@ from gpt_pretrain.megatron.core_fields import (
     optimizer_fields,
     optimizer_state_fields,
     transformer_fields,
+    yarn_fields,
 )
 from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.run.products import Linear
@@ -47,7 +48,7 @@ class Setting:
 def fields_by_class(spec: RunSpec) -> dict[str, list[Field]]:
     """Every field that training sets, by the name of its class in megatron-core."""
     return {
-        "TransformerConfig": transformer_fields(spec),
+        "TransformerConfig": [*transformer_fields(spec), *yarn_fields(spec)],
         "DistributedDataParallelConfig": ddp_fields(spec),
         "OptimizerConfig": [*optimizer_fields(spec), *optimizer_state_fields(spec)],
     }

@@ -18,6 +18,7 @@ from gpt_pretrain.config.derived import (
     model_parallel_size,
     shards_gradients,
     uses_distributed_optimizer,
+    uses_yarn,
 )
 from gpt_pretrain.config.errors import divisors, indivisible, multiples_near, one_of, refusal, show
 from gpt_pretrain.config.schema import ModelConfig
@@ -44,6 +45,16 @@ def positions(model: ModelConfig) -> Iterator[str]:
             "model.apply_rope_fusion=true has nothing to fuse: "
             f"model.position_embedding_type={model.position_embedding_type.name}; use "
             "model.position_embedding_type=rope, or model.apply_rope_fusion=null"
+        )
+    yarn = f"model.yarn_original_max_position_embeddings={model.yarn_original_max_position_embeddings}"
+    if uses_yarn(model) and model.apply_rope_fusion:
+        # apply_rotary_pos_emb would warn in each layer and rotate by the other kernels.
+        why = "Transformer Engine's rotation has no factor for cosines and sines"
+        yield refusal(yarn, "model.apply_rope_fusion=true", why, "null", "model.apply_rope_fusion=null")
+    if uses_yarn(model) and model.rotary_percentage < 1:
+        why = "megatron-core's YaRN rotates whole heads"
+        yield refusal(
+            yarn, f"model.rotary_percentage={model.rotary_percentage}", why, "null", "model.rotary_percentage=1.0"
         )
 
 

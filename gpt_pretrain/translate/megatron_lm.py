@@ -82,6 +82,9 @@ def _window(source: Source, translation: Translation) -> None:
 def _positions(source: Source, translation: Translation) -> None:
     kind = "rope" if source.get("use_rotary_position_embeddings") else source.get("position_embedding_type")
     names = ("position_embedding_type", "use_rotary_position_embeddings")
+    if kind == "yarn":
+        _yarn(source, translation)
+        return
     if kind in ("rope", "learned_absolute"):
         translation.derive("model.position_embedding_type", kind, *names)
     else:
@@ -90,6 +93,27 @@ def _positions(source: Source, translation: Translation) -> None:
     translation.derive("model.rope_scaling_factor", factor, "use_rope_scaling", "rope_scaling_factor")
 
 
+def _yarn(source: Source, translation: Translation) -> None:
+    """As `_apply_yarn_config_from_args` reads its options; each that is not the paper's makes another model."""
+    translation.derive("model.position_embedding_type", "rope", "position_embedding_type")
+    factor, length = source.get("rotary_scaling_factor"), source.get("yarn_original_max_position_embeddings")
+    if factor > 1:
+        translation.derive("model.rope_scaling_factor", factor, "rotary_scaling_factor")
+        key = "model.yarn_original_max_position_embeddings"
+        translation.derive(key, length or 4096, "yarn_original_max_position_embeddings")
+    for name, values in _OF_YARN.items():
+        if source.get(name) not in values:
+            translation.lose(source.shown(name), "YaRN stretched rope in another way", ANOTHER_MODEL)
+
+
+# Options of YaRN, with the values that are the paper's.
+_OF_YARN = {
+    "yarn_beta_fast": (None, 32.0),
+    "yarn_beta_slow": (None, 1.0),
+    "yarn_correction_range_round_to_int": (None, True),
+    "mscale": (1.0,),
+    "mscale_all_dim": (0.0,),
+}
 _OF_TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 

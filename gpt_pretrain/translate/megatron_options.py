@@ -274,7 +274,7 @@ _TABLE: Mapping[str, Row] = {
     num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 num_layers_per_virtual_pipeline_stage
     num_virtual_stages_per_pipeline_rank sequence_parallel use_distributed_optimizer use_megatron_fsdp use_torch_fsdp2
     data_parallel_sharding_strategy num_distributed_optimizer_instances overlap_grad_reduce overlap_param_gather
-    window_size window_attn_skip_freq
+    window_size window_attn_skip_freq rotary_scaling_factor yarn_original_max_position_embeddings
     bias_gelu_fusion bias_swiglu_fusion recompute_activations recompute_granularity data_path train_data_path
     valid_data_path data_args_path per_split_data_args_path mock_data split reset_position_ids reset_attention_mask
     dataloader_inter_document_masking vocab_size padded_vocab_size make_vocab_size_divisible_by tokenizer_type

@@ -44,7 +44,8 @@ _SHARDED = ("optim_grads", "optim_grads_params")
 _OF_MODEL = names("""
 model.layer .features .use_mup .num_layers .hidden_size .ffn_hidden_size .num_attention_heads .num_query_groups
 .kv_channels .vocab_size .max_position_embeddings .position_embedding_type .rotary_percentage .rotary_base
-.rope_scaling_factor .no_rope_freq .normalization .layernorm_epsilon .activation .bias .qkv_bias .qk_layernorm
+.rope_scaling_factor .yarn_original_max_position_embeddings .no_rope_freq
+.normalization .layernorm_epsilon .activation .bias .qkv_bias .qk_layernorm
 .window_size .window_attn_skip_freq
 .share_embeddings_and_output_weights .num_moe_experts .moe_ffn_hidden_size .moe_router_topk
 """)
@@ -117,8 +118,12 @@ def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from {name: get(name) for name in ("ffn_hidden_size", "kv_channels", "global_batch_size")}.items()
     if groups != heads:
         yield from {"group_query_attention": True, "num_query_groups": groups}.items()
-    yield "position_embedding_type", get("position_embedding_type")
-    if get("rope_scaling_factor") is not None:
+    original = get("yarn_original_max_position_embeddings")
+    yield "position_embedding_type", get("position_embedding_type") if original is None else "yarn"
+    if original is not None:
+        yield "rotary_scaling_factor", get("rope_scaling_factor")
+        yield "yarn_original_max_position_embeddings", original
+    elif get("rope_scaling_factor") is not None:
         yield from {"use_rope_scaling": True, "rope_scaling_factor": get("rope_scaling_factor")}.items()
     for name in ("window_size", "window_attn_skip_freq"):
         if (numbers := get(name)) is not None:
