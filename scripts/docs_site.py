@@ -6,6 +6,7 @@ write these references from the source in place of comments:
     <!-- keys -->           every key with its type, default and meaning
     <!-- records -->        every kind of record in metrics.jsonl with its fields
     <!-- comparisons -->    every comparison of the proof that FP8 is on, with its bound
+    <!-- families -->       every class of transformers that models come from and go to, and what is refused by name
 """
 
 import ast
@@ -24,6 +25,8 @@ from gpt_pretrain.config.errors import written
 from gpt_pretrain.config.keys import flatten, schema_keys, schema_sections
 from gpt_pretrain.config.load import config_to_dict
 from gpt_pretrain.fp8.comparisons import COMPARISONS
+from gpt_pretrain.huggingface.architectures import FIELDS, Architecture
+from gpt_pretrain.huggingface.published_config import NOT_HERE
 from gpt_pretrain.report import records
 from gpt_pretrain.rules.jobs import load_config
 
@@ -102,10 +105,22 @@ def comparison_reference() -> str:
     return "\n".join(lines)
 
 
+def family_reference() -> str:
+    """Every class of `transformers` with what a model of it may be, and the models that are refused by name."""
+    lines = ["| `model_type` | class | keys of `model.` that it restricts |", "|:--|:--|:--|"]
+    for family in Architecture:
+        rules = (f"`{name}={' or '.join(map(written, values))}`" for name, values in FIELDS[family].items())
+        lines.append(f"| `{family.name}` | {family.value} | {_cell(', '.join(rules))} |")
+    lines += ["", "| refused | by | why |", "|:--|:--|:--|"]
+    lines += [f"| `{kind}` | `{part}` | {_cell(why)} |" for kind, (part, why) in NOT_HERE.items()]
+    return "\n".join(lines)
+
+
 REFERENCES = {
     "<!-- keys -->": key_reference,
     "<!-- records -->": record_reference,
     "<!-- comparisons -->": comparison_reference,
+    "<!-- families -->": family_reference,
 }
 
 

@@ -18,6 +18,8 @@ from gpt_pretrain.compare.training import compare_problems
 from gpt_pretrain.config.keys import schema_keys
 from gpt_pretrain.coordinate_check import coordinate_check_problems
 from gpt_pretrain.fp8.comparisons import COMPARISONS
+from gpt_pretrain.huggingface.architectures import Architecture
+from gpt_pretrain.huggingface.published_config import NOT_HERE
 from gpt_pretrain.report.records import RECORD_KINDS
 from tests.browser import CHROMIUM, MISSING, open_browser
 from tests.test_architecture import KNOWS, PACKAGE
@@ -229,6 +231,14 @@ def test_the_site_lists_every_key_and_every_metric(site):
     for kind, record in RECORD_KINDS.items():
         assert f'id="{kind}"' in metrics
         assert not [field for field in record.__dataclass_fields__ if f"<code>{field}</code>" not in metrics]
+
+
+def test_the_site_lists_the_classes_of_transformers_and_what_is_refused(site):
+    section = (site / "checkpoints.html").read_text().partition('id="import-from-transformers"')[2].partition("<h2")[0]
+    cells = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in section.split("<tr>")]
+    found = [tuple(unescape(re.sub("<[^>]*>", "", cell)) for cell in row) for row in cells if row]
+    assert [row[:2] for row in found[: len(Architecture)]] == [(each.name, each.value) for each in Architecture]
+    assert found[len(Architecture) :] == [(kind, *why) for kind, why in NOT_HERE.items()]
 
 
 def test_the_site_lists_every_comparison_of_the_proof_with_its_bound_and_what_it_does(site):

@@ -97,7 +97,7 @@ def test_a_layout_keeps_documents_apart_and_trains_as_one_process(case, launched
         assert seen["norms"] == pytest.approx(alone["norms"], rel=5e-2 if in_fp8 else 1e-4)
 
 
-@pytest.mark.parametrize("case", ["rope", "heads", "learned", "experts"])
+@pytest.mark.parametrize("case", ["rope", "yarn", "heads", "learned", "experts"])
 def test_documents_of_a_batch_equal_the_same_documents_alone(case):
     """Without the code for documents: each goes through the model as a sequence of its own."""
     config = config_of(case)

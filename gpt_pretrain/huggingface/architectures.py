@@ -59,7 +59,7 @@ _NO_WINDOW: _Fields = {"window_size": (None,)}
 _ONE_WINDOW: _Fields = {"window_attn_skip_freq": (None,)}
 _LLAMA: _Fields = {**_ROTATED, **_WHOLE_HEADS, **_ALL_ROTATE}
 _PLAIN: _Fields = {**_GPT2, "position_embedding_type": (PositionEmbedding.rope,), **_ALL_ROTATE}
-_FIELDS: dict[Architecture, _Fields] = {
+FIELDS: dict[Architecture, _Fields] = {
     Architecture.gpt2: {**_NO_EXPERTS, **_GPT2, **_NO_QK_NORM, **_NO_WINDOW},
     Architecture.llama: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_WINDOW},
     Architecture.mistral: {**_LLAMA, **_NO_EXPERTS, **_NO_QK_NORM, **_NO_BIAS, **_ONE_WINDOW},
@@ -141,7 +141,7 @@ def _unsupported(model: ModelConfig, architecture: Architecture) -> dict[str, st
     hidden, heads = model.hidden_size, model.num_attention_heads
     rules = {
         name: f"which has {' or '.join(map(show, values))}"
-        for name, values in _FIELDS[architecture].items()
+        for name, values in FIELDS[architecture].items()
         if getattr(model, name) not in values
     }
     if architecture in _ONE_BIAS and model.qkv_bias and not model.bias:

@@ -45,28 +45,29 @@ _SWITCHED = (Architecture.qwen2, Architecture.qwen3, Architecture.qwen3_moe, Arc
 _BY_LAYER = (Architecture.qwen2, Architecture.qwen3, Architecture.smollm3)
 # Classes whose embeddings are tied unless their config.json says otherwise.
 _TIED = (Architecture.gpt2, Architecture.smollm3, Architecture.starcoder2)
-_POST_NORMS = "it has norms after attention and MLP, and megatron-core's layers have theirs before them alone"
-_PARALLEL = "its attention and MLP read the same input, and megatron-core's MLP reads what attention has added"
-_LATENT = "it has latent attention and experts that all tokens share"
-# Known models that no layer here computes, and why.
-_NOT_HERE = {
-    "gemma": "its MLP is gated by GELU, and its embeddings are scaled",
-    "gemma2": _POST_NORMS,
-    "gemma3_text": _POST_NORMS,
-    "olmo2": _POST_NORMS,
-    "olmo3": _POST_NORMS,
-    "granite": "it scales what each layer adds, and megatron-core's layers do not",
-    "qwen2_moe": "it has experts that all tokens share, behind a gate",
-    "gpt_oss": "its attention has sinks, and a sliding window in every other layer",
-    "deepseek_v2": _LATENT,
-    "deepseek_v3": _LATENT,
-    "phi": _PARALLEL,
-    "falcon": _PARALLEL,
-    "gptj": _PARALLEL,
-    "cohere": _PARALLEL,
-    "bloom": "its attention has linear biases (ALiBi) in place of rope",
-    "mpt": "its attention has linear biases (ALiBi) in place of rope",
-    "opt": "its MLP has ReLU",
+_POST_NORMS = "it normalizes what attention and MLP add, and megatron-core's layers what these read"
+_PARALLEL = "its attention and MLP read one norm's output, and megatron-core's MLP reads what attention has added"
+_LATENT = "it has latent attention and experts that all tokens share, which are not built here"
+_ALIBI = "its attention has linear biases (ALiBi) in place of rope, which megatron-core has not"
+# Known models that no layer here computes: a field of config.json or a part that says so, and why.
+NOT_HERE = {
+    "gemma": ("hidden_act", "GELU gates its MLP and its embeddings are scaled, which is not built here"),
+    "gemma2": ("post_feedforward_layernorm", _POST_NORMS),
+    "gemma3_text": ("post_feedforward_layernorm", _POST_NORMS),
+    "olmo2": ("post_feedforward_layernorm", _POST_NORMS),
+    "olmo3": ("post_feedforward_layernorm", _POST_NORMS),
+    "granite": ("residual_multiplier", "it scales what each layer adds, and megatron-core's layers add it as it is"),
+    "qwen2_moe": ("shared_expert_gate", "it has an expert that all tokens share, behind a gate, not built here"),
+    "gpt_oss": ("sinks", "its attention has sinks, and its experts biases and a clamped gate, not built here"),
+    "deepseek_v2": ("kv_lora_rank", _LATENT),
+    "deepseek_v3": ("kv_lora_rank", _LATENT),
+    "phi": ("input_layernorm", _PARALLEL),
+    "falcon": ("parallel_attn", _PARALLEL),
+    "gptj": ("ln_1", _PARALLEL),
+    "cohere": ("input_layernorm", _PARALLEL),
+    "bloom": ("word_embeddings_layernorm", _ALIBI),
+    "mpt": ("attn_config", _ALIBI),
+    "opt": ("activation_function", "its MLP has ReLU, which is not built here"),
 }
 
 
@@ -80,7 +81,8 @@ def from_hf_config(values: Mapping[str, Any], origin: str) -> tuple[Architecture
     architecture = known.get(str(values.get("model_type")))
     if architecture is None:
         kind = values.get("model_type")
-        why = f": {_NOT_HERE[str(kind)]}" if str(kind) in _NOT_HERE else ""
+        part, why = NOT_HERE.get(str(kind), ("", ""))
+        why = why and f": {why} ({part})"
         raise UserError(f"{origin}: model_type={kind!r} cannot be imported{why}; known: {', '.join(known)}")
     if values.get("quantization_config") is not None:
         reader.refuse("quantization_config", "import the model's unquantized weights")
