@@ -11,6 +11,7 @@ from gpt_pretrain.config.derived import flops_per_token
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.rules.machine import machine_problems
 from gpt_pretrain.run.products import resolve
+from gpt_pretrain.training.header import describe_positions
 from tests.planning import plan_of
 from tests.platforms import CPU, H200, spec_of
 from tests.refusals import compose_quickly
@@ -57,6 +58,21 @@ def test_the_plan_forecasts_less_attention_and_the_benchmark_a_larger_share_of_f
     assert window.speed.run.tokens_per_s_per_gpu > 1.2 * whole.speed.run.tokens_per_s_per_gpu
     shares = [resolve(plan.spec.config).fp8_flops_share for plan in (whole, window)]
     assert shares[0] < shares[1]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        ([], ["rope"]),
+        (["model.window_size=[15,0]"], ["rope, windows of 16 tokens in all layers"]),
+        (["model.window_size=[15,0]", "model.window_attn_skip_freq=[1,0,0,1]"], ["16 tokens in 2 layers"]),
+        (["model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=4096"], ["4,096", "YaRN"]),
+    ],
+)
+def test_the_header_tells_what_a_token_sees(overrides, told):
+    text = describe_positions(model_of(*overrides))
+    assert [each for each in told if each not in text] == []
+    assert ("window" in text, "YaRN" in text) == ("window" in str(overrides), "yarn" in str(overrides))
 
 
 def test_windows_make_another_model():

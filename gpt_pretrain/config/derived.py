@@ -124,7 +124,7 @@ def ddp_bucket_size(model: ModelConfig, num_shards: int) -> int | None:
     return max(least, min(400_000_000, of_rank // 16))
 
 
-# What `flops_per_token` computes, for people; where a window hides some of a sequence, that part is left out.
+# What `flops_per_token` computes, for people.
 FLOPS_FORMULA = "3 × (layers × (2 × weights + 2 × heads × head width × sequence) + 2 × hidden × vocabulary)"
 
 

@@ -221,7 +221,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     outside = f"Another {plan.memory.outside_gib:.1f} GiB is outside of torch's allocator or lost in it (assumed).\n"
     console.print(Text(outside, style="dim"))
     console.print(Text.assemble(("FLOPs per token: ", "bold"), format_short(plan.flops_per_token)))
-    console.print(Text(f"{FLOPS_FORMULA}{_documents(plan)}\n", style="dim"))
+    hidden = ", what windows hide left out" if plan.spec.model.window_size is not None else _documents(plan)
+    console.print(Text(f"{FLOPS_FORMULA}{hidden}\n", style="dim"))
     if plan.speed is not None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"

@@ -15,6 +15,7 @@ from gpt_pretrain.config.derived import (
     shards_gradients,
     shards_weights,
     uses_distributed_optimizer,
+    uses_yarn,
 )
 from gpt_pretrain.config.errors import ConfigError, counted, written
 from gpt_pretrain.config.keys import flatten
@@ -136,11 +137,22 @@ def describe_changes(config: Config, checkpoint: Path) -> str | None:
     return f"changed since the last start: {', '.join(changes[:_MAX_CHANGES])}{more}"
 
 
+def describe_positions(model: ModelConfig) -> str:
+    """Positions, what stretches them, and the windows that layers see of a sequence."""
+    text = model.position_embedding_type.name
+    if uses_yarn(model):
+        text += f" ({model.yarn_original_max_position_embeddings:,} tokens stretched by YaRN)"
+    if model.window_size is not None:
+        layers = "all" if (have_it := model.window_attn_skip_freq) is None else f"{sum(have_it)}"
+        text += f", windows of {model.window_size[0] + 1:,} tokens in {layers} layers"
+    return text
+
+
 def _describe_flops(setup: Setup) -> str:
     model, attended = setup.spec.model, setup.train_data.attended
     lengths = "causal attention halved"
     if model.window_size is not None:
-        lengths += f", windows of {model.window_size[0] + 1:,} tokens"
+        lengths += ", what windows hide left out"
     if round(attended) != model.encoder_seq_length:
         lengths += f", to documents or pieces of samples of {attended:,.0f} tokens on average"
     return f"{flops_per_token(model, attended):.3g} ({lengths})"
@@ -239,7 +251,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             "layers": f"{model.num_layers} of width {model.hidden_size}, {model.normalization.name}, "
             f"{mlp} {model.activation.name}",
             "attention": f"{model.num_attention_heads} heads, {num_query_groups(model)} key/value groups, "
-            f"{model.position_embedding_type.name}",
+            f"{describe_positions(model)}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
             **({"muP": describe_mup(model)} if model.use_mup else {}),
