@@ -54,6 +54,14 @@ RULES = [
         for setting in ("model.rotary_percentage=0.5", "model.apply_rope_fusion=true")
     ),
     Refused("model.yarn_original_max_position_embeddings=64"),
+    Refused(
+        "model.window_size=[31,0] fp8=delayed model.fp8_dot_product_attention=true",
+        "model.window_size model.fp8_dot_product_attention=true",
+    ),
+    Refused(
+        "model.window_size=[31,0] model.use_flash_attention=true",
+        "model.use_flash_attention=true model.window_size=[31, 0]",
+    ),
     Refused("model.window_size=[32]", legal="model.window_size=[31,0]"),
     Refused("model.window_attn_skip_freq=[1,0,1,0]", legal="model.window_attn_skip_freq=null"),
     *(
