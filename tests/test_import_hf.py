@@ -342,6 +342,7 @@ def test_a_weight_that_fp16_does_not_reach_is_refused(changed, tmp_path, capsys)
     [
         ("qwen2, window", {"layer_types": [SLIDING]}, "layer_types=['sliding_attention'] cannot be imported"),
         ("qwen2, window", {"layer_types": ["chunked_attention"] * 3}, "full_attention or sliding_attention"),
+        ("qwen2, window", {"layer_types": [[SLIDING]] * 3}, "full_attention or sliding_attention"),
         ("mistral", {"sliding_window": 0}, "model.window_size=[-1, 0]"),
         (
             "llama",

@@ -220,7 +220,7 @@ class _HfConfig:
     def _windowed_layers(self, architecture: Architecture, no_rope_freq: int | None) -> list[int] | None:
         """1 for each layer that has the window and 0 for the others; None: all have it."""
         num_layers, listed = self.integer("num_hidden_layers"), self._values.get("layer_types")
-        if isinstance(listed, list) and {*listed} <= {*LAYER_TYPES} and len(listed) == num_layers:
+        if isinstance(listed, list) and all(kind in LAYER_TYPES for kind in listed) and len(listed) == num_layers:
             layers = [LAYER_TYPES.index(kind) for kind in listed]
         elif listed is not None:
             self.refuse("layer_types", f"it has {' or '.join(LAYER_TYPES)} for each layer")
