@@ -27,7 +27,9 @@ from gpt_pretrain.config.errors import ConfigError, RankError, RunError, UserErr
 from gpt_pretrain.launch.environment import limit_met, prepare_libraries, set_environment
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.launch.run_dir import check_run_dir, check_run_lock
+from gpt_pretrain.launch.signals import REQUEUE
 from gpt_pretrain.launch.slurm import submit
+from gpt_pretrain.launch.told import tell_torchrun
 from gpt_pretrain.rules.jobs import Job
 
 if TYPE_CHECKING:
@@ -150,9 +152,14 @@ def train_jobs(request: Request, jobs: Sequence[Job], launch: Launch) -> int:
     if request.options.multirun:
         return run_sweep(request, jobs, launch)
     reason = run_job(jobs[0], launch)
+    from gpt_pretrain.report.summary import END_REASONS
     from gpt_pretrain.training.stop import EXIT_CODES
 
-    return EXIT_CODES[reason]
+    code = EXIT_CODES[reason]
+    if code and launch.is_rank_zero:
+        again = "; start the same command again" if code == REQUEUE else ""
+        tell_torchrun(f"{END_REASONS[reason]}{again}", is_cause=True)
+    return code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -12,7 +12,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from gpt_pretrain.commands.command import run_alone
 from tests.launching import REPOSITORY, clean_environment, run_ranks
 from tests.runs import small_run_arguments
 
@@ -174,7 +176,31 @@ def test_a_mistake_of_the_data_is_told_once_by_ranks_that_train(parent, tmp_path
     assert line.startswith("error: model.data.text_files")
 
 
-def test_torchrun_shows_a_mistake_once():
-    done = run_ranks(2, ["-m", "gpt_pretrain", *TYPO])
+def test_torchrun_shows_a_mistake_at_once_and_as_its_last_word():
+    done = run_ranks(3, ["-m", "gpt_pretrain", *TYPO, "trainer.max_step=1"])
     assert done.returncode == 1
-    assert done.stderr.count("error: model.hiden_size") == 1
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 2
+    before, after = done.stderr.split("Root Cause (first observed failure):")
+    for line in lines:
+        assert before.count(line) == 1, "no rank repeats it"
+        assert line in after
+    assert "To enable traceback" not in after
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_of_ranks_that_fail_in_the_same_second_the_one_that_tells_is_the_cause(order, tmp_path):
+    places = [{"TORCHELASTIC_ERROR_FILE": str(tmp_path / str(rank))} for rank in range(2)]
+    with (tmp_path / "errors").open("a") as errors:
+        launch = Launch(TYPO, places, errors)
+        assert [process.wait(timeout=60) for process in launch.processes] == [2, 2]
+    failures = [ProcessFailure(rank, 0, 2, str(tmp_path / str(rank))) for rank in range(2)]
+    _, cause = ChildFailedError("", dict(enumerate(failures[::order]))).get_first_failure()
+    assert "error: model.hiden_size" in cause.message["message"]
+
+
+def test_a_crash_is_left_for_torchrun(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(ZeroDivisionError):
+        run_alone("", lambda given: 1 // 0, [])
+    assert ProcessFailure(0, 0, 1, str(tmp_path / "error.json")).message["message"].startswith("ZeroDivisionError: ")

@@ -1,6 +1,7 @@
 """How a run ends early: a checkpoint of the present step, and an exit code that says what to do next."""
 
 import contextlib
+import json
 import os
 import select
 import signal
@@ -29,9 +30,9 @@ SMALL = (
 
 @pytest.fixture
 def run(parent, tmp_path, cache_dir):
-    def run_to_its_end(*overrides, num_ranks=1, faults=()):
+    def run_to_its_end(*overrides, num_ranks=1, faults=(), env=None):
         arguments = small_run_arguments(tmp_path / "run", cache_dir, [*SMALL, *overrides])
-        return parent.run(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults))
+        return parent.run(arguments[2:], tmp_path / "output", num_ranks=num_ranks, faults=dict(faults), env=env)
 
     return run_to_its_end
 
@@ -187,8 +188,12 @@ def test_a_run_whose_output_nobody_reads_any_more_saves(name, code, parent, tmp_
 
 
 def test_time_that_is_used_up_asks_to_be_started_again(run, tmp_path):
-    codes, text = run("trainer.max_time='00:00:00:01'")
+    for_torchrun = tmp_path / "error.json"
+    codes, text = run("trainer.max_time='00:00:00:01'", env={"TORCHELASTIC_ERROR_FILE": str(for_torchrun)})
     assert codes == [75], text
+    left = json.loads(for_torchrun.read_text())["message"]["message"]
+    assert "trainer.max_time" in left
+    assert "start the same command again" in left
     summary = load_metrics(tmp_path / "run").summary
     assert (summary.end_reason, summary.exit_code) == ("max_time", 75)
     assert saved_step(tmp_path / "run") == summary.step > 0

@@ -171,9 +171,12 @@ def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):
 
 
 def test_a_single_process_that_hangs_ends(start, tmp_path):
-    run = start("trainer.hang_timeout=3", faults={0: ["sleep_at_step", 3]})
+    for_torchrun = tmp_path / "error.json"
+    env = {"TORCHELASTIC_ERROR_FILE": str(for_torchrun)}
+    run = start("trainer.hang_timeout=3", faults={0: ["sleep_at_step", 3]}, env=env)
     assert run.wait(WAIT_S) == [EXIT_CODE], run.text()
-    assert "has made no progress for 3 s in step 3 (trainer.hang_timeout=3)" in stacks(tmp_path, 0)
+    for text in (stacks(tmp_path, 0), for_torchrun.read_text()):
+        assert "has made no progress for 3 s in step 3 (trainer.hang_timeout=3)" in text
     assert "in hang_in_python" in stacks(tmp_path, 0)
 
 

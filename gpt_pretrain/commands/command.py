@@ -25,6 +25,7 @@ import socket
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from traceback import format_exception_only
 from typing import TYPE_CHECKING
 
 from gpt_pretrain.commands.arguments import defaults_of, print_help, read_arguments
@@ -34,7 +35,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.environment import limit_met, path_refused, prepare_libraries
 from gpt_pretrain.launch.ranks import Launch, rank_zero_of, read_launch
 from gpt_pretrain.launch.signals import INTERRUPTED, decided, ended_at_once, ended_by_signals
-from gpt_pretrain.launch.told import tell_once
+from gpt_pretrain.launch.told import tell_once, tell_torchrun
 
 if TYPE_CHECKING:
     from gpt_pretrain.commands.command_line import Request
@@ -68,6 +69,7 @@ def _end_with(error: UserError | RunError) -> int:
             tell_once(_lines(error), "error: ")
         else:
             if launch.world_size == 1:
+                tell_torchrun("".join(f"error: {line}" for line in _lines(error)).rstrip())
                 print_error(error)
             else:
                 tell_once(_lines(error), f"error{_who(error, launch)}: ")
@@ -118,6 +120,7 @@ def _run(command: Callable[[Launch], int | None], launch: Launch | None = None) 
         if isinstance(error, BrokenPipeError):
             problem = f"{error.strerror}: what reads the output has ended"
         if problem is None:
+            tell_torchrun("".join(format_exception_only(error)).rstrip())
             raise
         try:
             sys.stdout.flush()

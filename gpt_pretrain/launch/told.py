@@ -7,10 +7,13 @@ rather twice than never.
 
 A note holds for the ranks of one parent process that had started before it was made: what the next start finds is news
 again. Where ranks write to files of their own, each file is told. Each node tells for itself.
+
+torchrun ends with 40 lines of its own, the last of which show what the rank that failed first has left for it.
 """
 
 import fcntl
 import hashlib
+import json
 import os
 import re
 import stat
@@ -28,6 +31,20 @@ _NOTE = re.compile(r"^([0-9]{1,20}) ([0-9a-f]{64})$", re.MULTILINE | re.ASCII)
 _MOST_NOTES = 1000
 # A rank holds the lock for milliseconds, unless it is stopped meanwhile.
 _LOCK_S, _POLL_S = 2.0, 0.01
+# Where torchrun reads why one of its ranks has failed (torch.distributed.elastic.multiprocessing.errors).
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+
+
+def tell_torchrun(text: str, *, is_cause: bool = False) -> None:
+    """Leaves for torchrun, if it started this process, why it ends.
+
+    torchrun counts in whole seconds, and of ranks that fail in the same one takes any for the cause. So the rank with
+    `is_cause` says that it was a second earlier.
+    """
+    if path := os.environ.get(_ERROR_FILE):
+        shown = {"timestamp": str(int(time.time()) - is_cause), "py_callstack": text}
+        with suppress(OSError):
+            Path(path).write_text(json.dumps({"message": {"message": text, "extraInfo": shown}}), encoding="utf-8")
 
 
 def tell_once(lines: Sequence[str], prefix: str) -> None:
@@ -41,7 +58,10 @@ def tell_once(lines: Sequence[str], prefix: str) -> None:
         told = {digest for at, digest in notes if own_start is not None and int(at) >= own_start}
         digests = {line: hashlib.sha256(f"{place} {line}".encode(errors="replace")).hexdigest() for line in lines}
         new = {line: digest for line, digest in digests.items() if digest not in told}
-        sys.stderr.write("".join(prefix + line for line in new))
+        text = "".join(prefix + line for line in new)
+        # Before any other rank can read the note, leave, and have torchrun end this one.
+        tell_torchrun(text.rstrip() or "the same as another rank", is_cause=bool(text))
+        sys.stderr.write(text)
         sys.stderr.flush()
         if file is not None:
             now = int(time.clock_gettime(time.CLOCK_BOOTTIME) * os.sysconf("SC_CLK_TCK"))

@@ -9,7 +9,7 @@ from gpt_pretrain.report.columns import UNKNOWN, format_count, format_duration, 
 from gpt_pretrain.report.metrics_file import Metrics
 from gpt_pretrain.report.records import EndReason, SummaryRecord
 
-_END_REASONS: dict[EndReason, str] = {
+END_REASONS: dict[EndReason, str] = {
     "max_steps": "all steps done",
     "callback": "stopped by a callback",
     "max_time": "stopped: trainer.max_time is used up",
@@ -90,7 +90,7 @@ def _lowest(losses: list[float]) -> float | None:
 
 def summary_lines(summary: SummaryRecord, places: Mapping[str, str], *, max_steps: int) -> Iterator[str]:
     """The summary, line by line; a text sample may hold several."""
-    yield f"end step {summary.step}/{max_steps}: {_END_REASONS[summary.end_reason]}"
+    yield f"end step {summary.step}/{max_steps}: {END_REASONS[summary.end_reason]}"
     for key, value in (_facts(summary) | dict(places)).items():
         yield f"  {key}: {value}"
     if summary.sample_text is not None:

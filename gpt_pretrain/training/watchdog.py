@@ -36,6 +36,7 @@ from gpt_pretrain.config.errors import RunError, UserError
 from gpt_pretrain.config.files import ForeignFileError, open_to_append
 from gpt_pretrain.launch.process import Process, this_process
 from gpt_pretrain.launch.ranks import Launch
+from gpt_pretrain.launch.told import tell_torchrun
 from gpt_pretrain.megatron.parallel import on_rank_zero
 
 EXIT_CODE = 71
@@ -318,6 +319,7 @@ class Watchdog:
         self._ending.set()
         try:
             self._peers.end_run(why)
+            tell_torchrun(f"watchdog: {why}")
             header = self._header(why).encode()
             # Straight to the descriptors: the thread that hangs may hold the lock of sys.stderr.
             for descriptor in (self._file.fileno(), 2):
