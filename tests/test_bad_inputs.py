@@ -78,7 +78,7 @@ BAD_INPUTS = {
         [("--training.local_batch_size", "torchtitan's", "python -m gpt_pretrain.translate --from torchtitan ")],
     ),
     "Megatron-LM's length": (["--seq-length=64"], [("--seq-length=64:", "model.encoder_seq_length=64")]),
-    "value for a section": (["logging=3"], [("logging=3:", "default, wandb")]),
+    "value for a section": (["logging=3"], [("logging=3:", "default, mlflow, wandb")]),
     "several values": (["model.seed=1,2"], [("model.seed=1,2 ", "-m")]),
     "no value": (["model.fp8"], [("'model.fp8' ", "model.fp8=value")]),
     "another command": (["plan", "model=tiny"], [("'plan' ", "python -m gpt_pretrain.plan")]),

@@ -528,7 +528,7 @@ def test_muon_is_refused_where_its_package_is_missing(broken_rules, monkeypatch)
     assert problem.endswith(f"{how_to_install('muon')}, or use optimizer=adam")
 
 
-@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "muon", "wandb"])
+@pytest.mark.parametrize("extra", ["te", "flash", "torchao", "muon", "wandb", "mlflow"])
 def test_an_extra_is_installed_as_the_manual_says(extra, pytestconfig):
     command = re.search(r"python -m pip .*", how_to_install(extra))[0]
     assert command.endswith(f"-e '.[{extra}]'")

@@ -38,6 +38,9 @@ def logging_config(*, tensorboard=True, wandb=False):
         wandb=wandb,
         wandb_project="test",
         wandb_entity=None,
+        mlflow=False,
+        mlflow_tracking_uri=None,
+        mlflow_experiment_name="",
         fp8_proof=Fp8ProofMode.stop,
         fp8_proof_interval=None,
         fp8_statistics_interval=None,
@@ -238,7 +241,8 @@ from gpt_pretrain.config.mixtures import ConsumedSource
 from gpt_pretrain.config.schema import LoggingConfig
 from gpt_pretrain.report import console
 from gpt_pretrain.report.sinks import MetricsSinks, scalars
-logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None,
+logging = LoggingConfig(tensorboard=True, wandb=False, wandb_project="", wandb_entity=None, mlflow=False,
+    mlflow_tracking_uri=None, mlflow_experiment_name="",
     fp8_proof=None, fp8_proof_interval=None, fp8_statistics_interval=None, fp8_saturation_threshold=1e-3,
     norms=False, peak_tflops=None)
 with MetricsSinks(Path({str(tmp_path)!r}), logging, "test", start_step=0):

@@ -167,6 +167,15 @@ class LoggingConfig:
     """Project of the W&B run."""
     wandb_entity: str | None = key(unread=[unread_with("logging.wandb", False, instead="null, or logging=wandb")])
     """Team or user of the W&B run; null: the account's default."""
+    mlflow: bool = key(before=False)
+    """Log to MLflow; needs the extra `mlflow`."""
+    mlflow_tracking_uri: str | None = key(
+        before=None, unread=[unread_with("logging.mlflow", False, instead="null, or logging=mlflow")]
+    )
+    """MLflow's tracking server or database: http://host:5000, sqlite:////shared/mlflow.db; null: MLFLOW_TRACKING_URI of
+    the environment, which must be set then. Name and password are MLFLOW_TRACKING_USERNAME and _PASSWORD."""
+    mlflow_experiment_name: str = key(before="gpt_pretrain", idle=[""], unread=[unread_with("logging.mlflow", False)])
+    """MLflow's experiment, made if there is none of the name."""
     fp8_proof: Fp8ProofMode = key(before=Fp8ProofMode.stop, unread=[_WITHOUT_FP8])
     """If FP8 does not run as planned: stop with exit code 2, after a checkpoint; or warn and go on. never: nothing is
     proven, and the header says so."""

@@ -88,7 +88,7 @@ class Sink(Protocol):
     def __init__(self, run_dir: Path, config: Config, start_step: int) -> None: ...
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes numbers by plot, such as "train/loss", as they are after `step`."""
+        """Writes numbers by plot, such as "train/loss", as they are after `step`; the last are "summary/…"."""
 
     def close(self) -> None:
         """Called once, at the end of the process's part of the run, also after a failure."""

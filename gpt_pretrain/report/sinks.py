@@ -1,4 +1,4 @@
-"""Where a run's records go: `metrics.jsonl` always, TensorBoard and Weights & Biases on request.
+"""Where a run's records go: `metrics.jsonl` always, TensorBoard, W&B, MLflow (`mlflow.py`) and others on request.
 
 Only rank 0 creates the sinks, once it knows the step that the run continues from. TensorBoard's sink hides what was
 written about later steps; W&B's cannot.
@@ -170,8 +170,8 @@ class WandbSink:
         self._run.finish()
 
 
-class ExtensionSink:
-    """A sink that an extension has registered (`extend.Sink`); its errors end the run and name the extension."""
+class RegisteredSink:
+    """A sink of an extension, or our own, behind `extend.Sink`; its errors end the run and say whose they are."""
 
     def __init__(self, registered: Registered, run_dir: Path, config: Config, *, start_step: int) -> None:
         self._registered = registered
@@ -180,7 +180,7 @@ class ExtensionSink:
 
     def write(self, record: Record) -> None:
         """Gives it a record's measurements."""
-        if values := {} if isinstance(record, StartRecord | SummaryRecord) else scalars(record):
+        if values := {} if isinstance(record, StartRecord) else scalars(record):
             with self._registered.named("write"):
                 self._sink.write(record.step, values)
 
@@ -193,9 +193,8 @@ class ExtensionSink:
 class MetricsSinks:
     """All sinks of a run as one; a context manager, so that an interrupted run keeps what it logged.
 
-    `start_step` is 0, or the step of the checkpoint that this process resumes from; `more` opens those of extensions.
-    Raises `UserError` if W&B is
-    requested but not installed, or earlier records are damaged.
+    `start_step` is 0, or the step of the checkpoint that this process resumes from; `more` opens those that are
+    registered. Raises `UserError` if W&B is requested but not installed, or earlier records are damaged.
     """
 
     def __init__(
@@ -208,12 +207,12 @@ class MetricsSinks:
         config: dict[str, object] | None = None,
         command: str | None = None,
         versions: str | None = None,
-        more: Sequence[Callable[[], ExtensionSink]] = (),
+        more: Sequence[Callable[[], RegisteredSink]] = (),
     ) -> None:
         # The summary needs all earlier records; after training it would be too late to find them damaged.
         if metrics_path(run_dir).exists():
             load_metrics(run_dir)
-        self._sinks: list[MetricsFile | TensorBoardSink | WandbSink | ExtensionSink] = []
+        self._sinks: list[MetricsFile | TensorBoardSink | WandbSink | RegisteredSink] = []
         with ExitStack() as opened:
             # Sinks that may fail come first: a failed start must not mark earlier records as superseded.
             for open_sink in more:

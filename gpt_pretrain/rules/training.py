@@ -11,7 +11,7 @@ from gpt_pretrain.config.choices import CrossEntropyFusion, OptimizerName, Token
 from gpt_pretrain.config.derived import max_time_s
 from gpt_pretrain.config.errors import ConfigError, how_to_install, refusal, refusals, show
 from gpt_pretrain.config.mixtures import mixture_problems
-from gpt_pretrain.config.schema import Config, DataConfig, TrainerConfig
+from gpt_pretrain.config.schema import Config, DataConfig, LoggingConfig, TrainerConfig
 from gpt_pretrain.launch.environment import installed_version
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.rules.evaluation import task_problems
@@ -240,6 +240,21 @@ def _start(config: Config) -> Iterator[str]:
         yield refusal(f"checkpoint.init_from={init_from!r}", f"checkpoint.resume={resume!r}", why, *ways)
 
 
+def _mlflow(logging: LoggingConfig) -> Iterator[str]:
+    # The whole library brings the other one.
+    if installed_version("mlflow-skinny") is None:
+        yield (
+            "logging.mlflow=true needs the package mlflow-skinny, which is not installed; "
+            f"{how_to_install('mlflow')}, or use logging.mlflow=false"
+        )
+    if logging.mlflow_tracking_uri is None and not os.environ.get("MLFLOW_TRACKING_URI"):
+        yield (
+            "logging.mlflow=true needs a tracking server, and neither logging.mlflow_tracking_uri nor "
+            "MLFLOW_TRACKING_URI of the environment names one; set logging.mlflow_tracking_uri=http://HOST:5000 or "
+            "sqlite:////PATH/mlflow.db, or use logging.mlflow=false"
+        )
+
+
 def _reports(config: Config) -> Iterator[str]:
     """Logging and the text sample."""
     # An import could find a folder wandb/ that W&B has left.
@@ -248,6 +263,8 @@ def _reports(config: Config) -> Iterator[str]:
             "logging.wandb=true needs the package wandb, which is not installed; "
             f"{how_to_install('wandb')}, or use logging.wandb=false"
         )
+    if config.logging.mlflow:
+        yield from _mlflow(config.logging)
     sample = config.sample
     if sample.max_new_tokens > 0 and not sample.prompt:
         yield (

@@ -34,8 +34,9 @@ from gpt_pretrain.megatron.whole_layers import release_graphs
 from gpt_pretrain.plan.out_of_memory import check_states_fit
 from gpt_pretrain.report.console import RunConsole
 from gpt_pretrain.report.metrics_file import load_metrics
+from gpt_pretrain.report.mlflow import MlflowSink
 from gpt_pretrain.report.records import DONE, EndReason, Record
-from gpt_pretrain.report.sinks import ExtensionSink, MetricsSinks
+from gpt_pretrain.report.sinks import MetricsSinks, RegisteredSink
 from gpt_pretrain.report.summary import build_summary
 from gpt_pretrain.rules.machine import check_machine
 from gpt_pretrain.run.run_spec import RunSpec
@@ -156,7 +157,9 @@ def _open_sinks(setup: Setup) -> MetricsSinks:
         command=shlex.join(["python", *sys.orig_argv[1:]]),
         versions=", ".join(library_versions()),
         more=[
-            partial(ExtensionSink, each, run_dir, config, start_step=setup.progress.step) for each in registered("sink")
+            partial(RegisteredSink, each, run_dir, config, start_step=setup.progress.step)
+            for each in registered("sink")
+            if each.value is not MlflowSink or config.logging.mlflow
         ],
     )
 
