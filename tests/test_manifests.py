@@ -1,5 +1,6 @@
-"""What starts a run under Kubernetes and SkyPilot: schemas, rules, and each file's command on two nodes."""
+"""What starts a run under Kubernetes, SkyPilot and Ray: schemas, rules, and each file's command on two nodes."""
 
+import runpy
 import shlex
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from tests.runs import small_run_arguments
 NUM_NODES, GPUS_OF_A_NODE = 2, 8
 FILES = {path.name: path for path in (*Path(REPOSITORY, "scripts/kubernetes").glob("*.yaml"),)}
 FILES["skypilot.yaml"] = Path(REPOSITORY, "scripts/skypilot.yaml")
+FILES["ray_train.py"] = Path(REPOSITORY, "scripts/ray_train.py")
 
 
 def read(name):
@@ -34,6 +36,10 @@ def containers(jobset):
 def command_of(name):
     """As a shell's line."""
     match name:
+        case "ray_train.py":
+            # As the file's own function makes it; it imports Ray, which is not installed, elsewhere.
+            program = runpy.run_path(str(FILES[name]))
+            return shlex.join(program["command_of"]("$RANK", "$MASTER_ADDR")).replace("'", '"')
         case "jobset.yaml":
             return shlex.join(containers(read(name))[2]["args"])
         case "trainjob.yaml":
@@ -55,6 +61,11 @@ def environment_of(name, node, port):
             place = {"NUM_NODES": NUM_NODES, "NUM_GPUS_PER_NODE": 1, "NODE_RANK": node}
             place["NODE_IPS"] = "127.0.0.1\n127.0.0.2\n"
             return {f"SKYPILOT_{key}": str(value) for key, value in place.items()}
+        case "ray_train.py":
+            # What Ray Train sets beside, for processes of its own, must not count.
+            place = {"RANK": node, "LOCAL_RANK": 0, "WORLD_SIZE": NUM_NODES, "LOCAL_WORLD_SIZE": 1}
+            place |= {"NODE_RANK": node, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+            return {key: str(value) for key, value in place.items()}
 
 
 @pytest.mark.parametrize(
