@@ -32,6 +32,7 @@ def keys(command):
         "model=qwen3_8b model.rope_scaling_factor=4 model.yarn_original_max_position_embeddings=32768",
         f"model=mistral_7b model.window_size=[4095,0] model.window_attn_skip_freq=[{','.join(['0', '1'] * 16)}]",
         "model=gpt2_124m model.rampup_batch_size=[64,64,100000] trainer.max_tokens=1024000000 trainer.max_steps=null",
+        "model=gpt2_124m model.optim.sched.decay_tokens=1025024 model.optim.sched.warmup_tokens=1024",
         "model=gpt2_124m model.activation=gelu model.optim.sched.name=wsd model.optim.sched.wsd_decay_steps=50",
     ],
 )

@@ -35,9 +35,9 @@ def test_llama3_8b_in_fp8(capsys):
         "model.data.num_workers": 1,
         "model.optim.lr": 0.00015,
         "model.optim.decoupled_lr": 5e-4,
-        # 3,906,252 / 128 = 30,517.6; 1,949,218,748 / 128 = 15,228,271.5; 1,953,125,000 // 128.
-        "model.optim.sched.warmup_steps": 30518,
-        "model.optim.sched.decay_steps": 15228271,
+        # 3,906,252 × 8,192; 1,949,218,748 × 8,192; 1,953,125,000 // 128.
+        "model.optim.sched.warmup_tokens": 32_000_016_384,
+        "model.optim.sched.decay_tokens": 15_967_999_983_616,
         "model.optim.sched.min_lr": 1e-5,
         "trainer.devices": 8,
         "trainer.num_nodes": 1,
@@ -128,6 +128,35 @@ def test_samples_of_a_run_whose_batch_grows_become_tokens(words, expected, capsy
     sched = {key.removeprefix("model.optim.sched."): value for key, value in done.keys.items()}
     assert {key: sched.get(key) for key in expected} == expected
     assert not [key for key in sched if key in ("warmup_steps", "decay_steps", "wsd_decay_steps")]
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        # Steps of 64 samples and 1,024 tokens.
+        ("--lr-decay-samples 64000 --lr-warmup-samples 6400", {"decay_steps": 1000, "warmup_steps": 100}),
+        (
+            "--lr-decay-samples 64001 --lr-warmup-samples 100",
+            {"decay_tokens": 65_537_024, "warmup_tokens": 102_400},
+        ),
+        ("--lr-decay-samples 60000 --lr-warmup-fraction 0.01", {"decay_tokens": 61_440_000, "warmup_tokens": 614_400}),
+        # All samples of the run, of which 36 make no step; 0.001 of them.
+        ("--train-samples 64036 --lr-warmup-fraction 0.001", {"decay_tokens": 65_572_864, "warmup_tokens": 65_573}),
+        (
+            "--lr-decay-style WSD --lr-wsd-decay-samples 1000 --lr-warmup-samples 64",
+            {"wsd_decay_tokens": 1_024_000, "warmup_steps": 1},
+        ),
+    ],
+)
+def test_phases_in_samples_become_tokens_where_they_end_within_a_step(words, expected, capsys):
+    small = SMALL[: SMALL.index("--global-batch-size")] + SMALL[SMALL.index("--lr") :]
+    done = translate(capsys, *small, "--global-batch-size", "64", "--train-samples", "64000", *shlex.split(words))
+
+    assert done.code == 0, done.report
+    assert done.keys["trainer.max_steps"] == 1000
+    sched = {key.removeprefix("model.optim.sched."): value for key, value in done.keys.items()}
+    lengths = {key: value for key, value in sched.items() if key.endswith(("_steps", "_tokens")) and "." not in key}
+    assert {key: value for key, value in lengths.items() if value is not None} == expected
 
 
 def test_mixtral_8x7b(capsys):

@@ -1,17 +1,12 @@
 """Megatron-LM's learning rate and length of a run: in iterations, or in samples, which a growing batch makes tokens."""
 
 import math
+from fractions import Fraction
 
 from gpt_pretrain.translate.common import set_betas
 from gpt_pretrain.translate.translation import Source, Translation
 
 _SCHED = "model.optim.sched"
-
-
-def _steps(samples: int, batch: int) -> tuple[int, str]:
-    """Steps that take so many samples, and the calculation."""
-    exact = samples / batch
-    return max(1, round(exact)), f"{samples:,} samples / {batch:,} = {exact:,.1f} steps"
 
 
 def schedule(source: Source, translation: Translation) -> None:
@@ -33,11 +28,7 @@ def schedule(source: Source, translation: Translation) -> None:
         translation.up_to_you.append(("trainer.max_steps", "there is no --train-iters or --train-samples"))
         return
     translation.derive("trainer.max_steps", steps, "train_samples" if samples else "train_iters", how=how)
-    decay = _length(source, translation, "decay", batch)
-    _warmup(source, translation, decay or steps, batch)
-    wsd = _length(source, translation, "wsd_decay", batch) if source.get("lr_decay_style") == "WSD" else None
-    if source.get("lr_decay_style") == "WSD" and wsd is None:
-        translation.up_to_you.append((f"{_SCHED}.wsd_decay_steps", "--lr-wsd-decay-iters is not given"))
+    _phases(source, translation, samples or (steps * batch if batch else None), batch)
 
 
 def _grows(source: Source) -> bool:
@@ -70,29 +61,38 @@ def _in_tokens(source: Source, translation: Translation, length: int) -> None:
             translation.up_to_you.append((f"{_SCHED}.wsd_decay_tokens", why))
 
 
-def _length(source: Source, translation: Translation, phase: str, batch: int | None) -> int | None:
-    """Sets the steps of a phase of the schedule, from iterations or samples."""
-    key = f"{_SCHED}.{phase}_steps"
-    iterations, samples = source.get(f"lr_{phase}_iters"), source.get(f"lr_{phase}_samples")
-    if samples and batch:
-        steps, how = _steps(samples, batch)
-        translation.derive(key, steps, f"lr_{phase}_samples", how=how)
-        return steps
-    translation.derive(key, iterations, f"lr_{phase}_iters")
-    return iterations if isinstance(iterations, int) else None
+def _phases(source: Source, translation: Translation, run_samples: int | None, batch: int | None) -> None:
+    """The phases of the rate in a run of so many samples: in steps, or in tokens where they end within a step."""
+    length, is_wsd = source.get("seq_length"), source.get("lr_decay_style") == "WSD"
 
+    def take(phase: str, samples: Fraction | int | None, name: str, what: str = "") -> None:
+        """Sets the length of a phase that is given in samples, or else in iterations."""
+        if not samples or not batch:
+            translation.derive(f"{_SCHED}.{phase}_steps", source.get(f"lr_{phase}_iters"), f"lr_{phase}_iters")
+        elif length and samples % batch:
+            how = f"{what or f'{samples:,} samples'} × {length:,} tokens: no whole number of steps of {batch:,}"
+            translation.derive(f"{_SCHED}.{phase}_tokens", round(samples * length), name, how=how)
+        else:
+            how = f"{what or f'{samples:,} samples'} / {batch:,}"
+            translation.derive(f"{_SCHED}.{phase}_steps", max(1, round(samples / batch)), name, how=how)
 
-def _warmup(source: Source, translation: Translation, decay: int, batch: int | None) -> None:
-    key = f"{_SCHED}.warmup_steps"
-    fraction, samples = source.get("lr_warmup_fraction"), source.get("lr_warmup_samples")
-    if fraction is not None:
-        how = f"{fraction:g} × {decay:,} steps of decay"
-        translation.derive(key, round(fraction * decay), "lr_warmup_fraction", how=how)
-    elif samples and batch:
-        steps, how = _steps(samples, batch)
-        translation.derive(key, steps, "lr_warmup_samples", how=how)
+    decay, fraction = source.get("lr_decay_samples"), source.get("lr_warmup_fraction")
+    # The rate decays over all samples of a run, also those that make no whole step.
+    if decay is None and source.get("train_samples") and batch and run_samples % batch:
+        take("decay", run_samples, "train_samples")
     else:
-        translation.take(key, "lr_warmup_iters")
+        take("decay", decay, "lr_decay_samples")
+    if fraction is None:
+        take("warmup", source.get("lr_warmup_samples"), "lr_warmup_samples")
+    else:
+        iterations = source.get("lr_decay_iters")
+        samples = decay or (iterations * batch if iterations and batch else run_samples)
+        of_decay = None if samples is None else Fraction(str(fraction)) * samples
+        take("warmup", of_decay, "lr_warmup_fraction", f"{fraction:g} × {samples or 0:,} samples of decay")
+    if is_wsd and not (source.get("lr_wsd_decay_samples") or source.get("lr_wsd_decay_iters")):
+        translation.up_to_you.append((f"{_SCHED}.wsd_decay_steps", "--lr-wsd-decay-iters is not given"))
+    elif is_wsd:
+        take("wsd_decay", source.get("lr_wsd_decay_samples"), "lr_wsd_decay_samples")
 
 
 def _decoupled(source: Source, translation: Translation) -> None:

@@ -184,12 +184,17 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield "decoupled_min_lr", values["model.optim.decoupled_lr"] / 10
     yield from zip(("adam_beta1", "adam_beta2"), values["model.optim.betas"], strict=True)
     # Megatron-LM counts all of it in iterations, or all of it in samples.
-    unit, size = ("iters", length * values["model.global_batch_size"]) if tokens is None else ("samples", length)
-    yield "train_iters", values["trainer.max_steps"] if tokens is None else None
+    batch, steps = values["model.global_batch_size"], values["trainer.max_steps"]
+    grows = values["model.rampup_batch_size"] or values["model.step_batch_size_schedule"]
+    if tokens is None and values[f"{_SCHED}decay_tokens"] is not None and not grows:
+        # The phases may end within a step.
+        tokens = steps * batch * length
+    unit, size = ("iters", length * batch) if tokens is None else ("samples", length)
+    yield "train_iters", steps if tokens is None else None
     yield "train_samples", None if tokens is None else tokens // length
     for name in ("decay", "warmup", "wsd_decay"):
-        steps, in_tokens = (values[f"{_SCHED}{name}_{each}"] for each in ("steps", "tokens"))
-        yield f"lr_{name}_{unit}", steps if in_tokens is None else in_tokens // size
+        in_steps, in_tokens = (values[f"{_SCHED}{name}_{each}"] for each in ("steps", "tokens"))
+        yield f"lr_{name}_{unit}", in_steps if in_tokens is None else in_tokens // size
 
 
 def _data_and_saves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
