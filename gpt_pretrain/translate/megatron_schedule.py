@@ -78,7 +78,7 @@ def _phases(source: Source, translation: Translation, run_samples: int | None, b
 
     decay, fraction = source.get("lr_decay_samples"), source.get("lr_warmup_fraction")
     # The rate decays over all samples of a run, also those that make no whole step.
-    if decay is None and source.get("train_samples") and batch and run_samples % batch:
+    if decay is None and source.get("train_samples") and batch and run_samples and run_samples % batch:
         take("decay", run_samples, "train_samples")
     else:
         take("decay", decay, "lr_decay_samples")
