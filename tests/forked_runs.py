@@ -6,14 +6,15 @@ What only a new interpreter shows, and torchrun itself, is for `tests.launching`
 import atexit
 import json
 import os
+import select
 import signal
-import socket
+import socketserver
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
@@ -60,12 +61,7 @@ class Run:
         """SIGKILL for these ranks, or all, as far as they are left, and for what they have forked."""
         for rank in ranks or range(len(self.pids)):
             if rank not in self.codes:
-                # A child that has ended waits for its parent to ask for its exit code: the number is its own.
-                try:
-                    os.killpg(self.pids[rank], signal.SIGKILL)
-                except ProcessLookupError:
-                    # It has not made its own group yet.
-                    os.kill(self.pids[rank], signal.SIGKILL)
+                _kill_group(self.pids[rank])
 
     def signal(self, rank: int, number: int) -> None:
         """A signal for the process of a rank alone, which has not been asked for its exit code."""
@@ -93,6 +89,15 @@ class Run:
         return "".join(path.read_text(errors="replace")[-4000:] for path in self.outputs if path.exists())
 
 
+def _kill_group(pid: int) -> None:
+    """SIGKILL for a process, and for what it has forked; until its exit code was asked for, the number is its own."""
+    try:
+        os.killpg(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        # It has not made its own group yet.
+        os.kill(pid, signal.SIGKILL)
+
+
 class RunParent:
     """The process that runs are forked from.
 
@@ -103,6 +108,7 @@ class RunParent:
     """
 
     def __init__(self, env: Mapping[str, str] | None = None, *, has_imported: bool = True) -> None:
+        self._asking = threading.Lock()
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.programs.forked_runs", *(["--import"] if has_imported else [])],
             cwd=REPOSITORY,
@@ -115,9 +121,10 @@ class RunParent:
     def ask(self, order: dict[str, Any]) -> Any:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps(order) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._process.stdout.readline())
+        with self._asking:
+            self._process.stdin.write(json.dumps(order) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._process.stdout.readline())
 
     def start(
         self,
@@ -221,42 +228,40 @@ def run_parent(env: Mapping[str, str] | None = None, *, has_imported: bool = Tru
         parent.close()
 
 
+class _Forking(socketserver.StreamRequestHandler):
+    """Has a process forked for a stand-in of `tests.programs.forked_python`, and killed where the stand-in is."""
+
+    parent: RunParent
+
+    def handle(self) -> None:
+        pid = self.parent.ask(json.loads(self.rfile.readline()))
+        self.wfile.write(f"{pid}\n".encode())
+        while (code := self.parent.ask({"poll": pid})) is None:
+            if select.select([self.connection], [], [], 0.02)[0]:
+                _kill_group(pid)
+        with suppress(BrokenPipeError):
+            self.wfile.write(f"{code}\n".encode())
+
+
 @contextmanager
 def forked_python(parent: RunParent, folder: Path) -> Iterator[Path]:
     """An executable in the place of Python's whose processes are forks of `parent`: for code that starts Python itself.
 
-    Meanwhile nothing else may ask the parent; one process runs at a time.
+    torchrun takes it from the variable PYTHON_EXEC.
     """
     executable, place = folder / "python", folder / "socket"
     program = REPOSITORY / "tests" / "programs" / "forked_python.py"
     # Without site: it needs none of the packages, and starts at once.
     executable.write_text(f'#!/bin/sh\nFORKED_PYTHON={place} exec {sys.executable} -S -E {program} "$@"\n')
     executable.chmod(0o755)
-
-    def serve() -> None:
-        while True:
-            connection, _ = server.accept()
-            with connection, connection.makefile("rw") as stream:
-                order = stream.readline()
-                if not order:
-                    return
-                pid = parent.ask(json.loads(order))
-                stream.write(f"{pid}\n")
-                stream.flush()
-                while (code := parent.ask({"poll": pid})) is None:
-                    time.sleep(0.02)
-                stream.write(f"{code}\n")
-
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(place))
-        server.listen()
-        thread = threading.Thread(target=serve)
+    handler = type("_OfParent", (_Forking,), {"parent": parent})
+    with socketserver.ThreadingUnixStreamServer(str(place), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         try:
             yield executable
         finally:
-            with socket.socket(socket.AF_UNIX) as last:
-                last.connect(str(place))
+            server.shutdown()
             thread.join()
 
 

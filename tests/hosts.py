@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 
 from gpt_pretrain.report.metrics_file import Metrics, load_metrics
-from tests.forked_runs import Fault, fork_ranks
+from tests.forked_runs import Fault, fork_ranks, forked_python, shared_parent
 from tests.launching import REPOSITORY, SHARE_GPU, clean_environment, gpu_environment, run_ranks
 from tests.runs import small_run_arguments
 
@@ -69,6 +69,8 @@ def two_hosts(
     port = free_port()
     with ExitStack() as stack:
         hosts = []
+        # torchrun itself is real.
+        forked = {} if on_gpus else {"PYTHON_EXEC": str(stack.enter_context(forked_python(shared_parent(), folder)))}
         for number, name in enumerate(NAMES):
             place = ["--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", str(RANKS_PER_HOST)]
             place += ["--master-addr", "127.0.0.1", "--master-port", str(port)]
@@ -78,7 +80,7 @@ def two_hosts(
                 launcher = subprocess.Popen(
                     [sys.executable, "-m", "torch.distributed.run", *place, *program],
                     cwd=REPOSITORY,
-                    env=clean_environment(_gpus_of(number) if on_gpus else None),
+                    env=clean_environment(_gpus_of(number) if on_gpus else forked),
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,

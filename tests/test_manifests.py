@@ -3,7 +3,6 @@
 import runpy
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +10,7 @@ import yaml
 from kubeflow_trainer_api.models import JobsetV1alpha2JobSet, TrainerV1alpha1TrainJob
 
 from gpt_pretrain.report.metrics_file import load_metrics
+from tests.forked_runs import forked_python
 from tests.hosts import PATIENCE_S, free_port
 from tests.launching import REPOSITORY, clean_environment
 from tests.runs import small_run_arguments
@@ -99,7 +99,7 @@ def test_arguments_pass_the_rules(name, broken_rules):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_its_command_trains_on_two_nodes(name, tmp_path, cache_dir):
+def test_its_command_trains_on_two_nodes(name, parent, tmp_path, cache_dir):
     port = free_port()
     launch, _, _ = command_of(name).partition("-m gpt_pretrain")
     for old, new in (
@@ -111,26 +111,29 @@ def test_its_command_trains_on_two_nodes(name, tmp_path, cache_dir):
         launch = launch.replace(old, new)
     run = shlex.join(small_run_arguments(tmp_path / "run", cache_dir, ["parallelism=dp", "trainer.max_steps=2"]))
     nodes = []
-    for node in range(NUM_NODES):
-        own = clean_environment(environment_of(name, node, port))
-        own["PATH"] = f"{Path(sys.executable).parent}:{own['PATH']}"
-        # The kubelet puts a variable in the place of its name, which the shell has quoted.
-        line = launch.replace("'--node-rank=$(NODE_RANK)'", f"--node-rank={node}") + run
-        nodes.append(
-            subprocess.Popen(
-                ["bash", "-c", line],
-                cwd=REPOSITORY,
-                env=own,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
+    with forked_python(parent, tmp_path) as python:
+        (tmp_path / "torchrun").write_text(f'#!/bin/sh\nexec {python} -m torch.distributed.run "$@"\n')
+        (tmp_path / "torchrun").chmod(0o755)
+        for node in range(NUM_NODES):
+            own = clean_environment({**environment_of(name, node, port), "PYTHON_EXEC": str(python)})
+            own["PATH"] = f"{tmp_path}:{own['PATH']}"
+            # The kubelet puts a variable in the place of its name, which the shell has quoted.
+            line = launch.replace("'--node-rank=$(NODE_RANK)'", f"--node-rank={node}") + run
+            nodes.append(
+                subprocess.Popen(
+                    ["bash", "-c", line],
+                    cwd=REPOSITORY,
+                    env=own,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT,
+                    text=True,
+                )
             )
-        )
-    try:
-        outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
-    finally:
-        for node in nodes:
-            node.kill()
+        try:
+            outputs = [node.communicate(timeout=PATIENCE_S)[0] for node in nodes]
+        finally:
+            for node in nodes:
+                node.kill()
     assert [node.returncode for node in nodes] == [0, 0], "\n".join(output[-3000:] for output in outputs)
     assert f"processes: {NUM_NODES} on {NUM_NODES} nodes" in outputs[0]
     assert [record.step for record in load_metrics(tmp_path / "run").train] == [1, 2]

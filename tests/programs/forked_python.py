@@ -13,10 +13,11 @@ import sys
 server = socket.socket(socket.AF_UNIX)
 server.connect(os.environ["FORKED_PYTHON"])
 order = {
-    "start": sys.argv[1:],
+    # torchrun starts its ranks with -u.
+    "start": [argument for argument in sys.argv[1:] if argument != "-u"],
     "environment": dict(os.environ),
-    "stdout": os.readlink("/proc/self/fd/1"),
-    "stderr": os.readlink("/proc/self/fd/2"),
+    "stdout": f"/proc/{os.getpid()}/fd/1",
+    "stderr": f"/proc/{os.getpid()}/fd/2",
     "faults": [],
 }
 answers = server.makefile("rw")
