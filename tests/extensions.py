@@ -1,10 +1,11 @@
-"""Extensions for tests: modules in a folder of their own, imported by real processes that find them there."""
+"""Extensions for tests: modules in a folder of their own, imported by processes that find them there."""
 
 import os
 import textwrap
 from pathlib import Path
 
-from tests.launching import REPOSITORY, run_ranks
+from tests.forked_runs import fork_ranks
+from tests.launching import REPOSITORY
 
 # Random tokens, a layer of 32 and steps of 64 tokens.
 TINY = (
@@ -29,7 +30,7 @@ def write_module(folder: Path, source: str, name: str = "lab") -> Path:
     return path
 
 
-def run_extended(folder, *arguments, num_ranks=1, module="gpt_pretrain", env=None):
+def run_extended(folder, *arguments, num_ranks=1, module="gpt_pretrain", start=fork_ranks):
     """Runs a command whose Python also finds the modules of a folder outside the checkout."""
     path = os.pathsep.join([str(REPOSITORY), str(folder)])
-    return run_ranks(num_ranks, ["-m", module, *arguments], env={"PYTHONPATH": path, **(env or {})})
+    return start(num_ranks, ["-m", module, *arguments], env={"PYTHONPATH": path})

@@ -9,7 +9,8 @@ import pytest
 
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.extensions import TINY, run_extended, write_module
-from tests.launching import REPOSITORY
+from tests.forked_runs import fork_ranks
+from tests.launching import REPOSITORY, run_ranks
 
 EXAMPLE = REPOSITORY / "examples" / "my_lab"
 
@@ -105,7 +106,7 @@ def test_the_manual_names_every_module_of_the_example_and_shows_some_as_they_are
 
 def test_the_examples_sink_writes_the_losses(lab, tmp_path):
     arguments = ["extensions=[my_lab.sinks]", "trainer.max_steps=2", f"run_dir={tmp_path / 'run'}"]
-    done = run_extended(lab, *TINY, *arguments)
+    done = run_extended(lab, *TINY, *arguments, start=run_ranks)
     assert done.returncode == 0, done.stderr
     rows = [line.split(",") for line in (tmp_path / "run/metrics.csv").read_text().splitlines()]
     losses = [record.loss for record in load_metrics(tmp_path / "run").train]
@@ -249,7 +250,9 @@ def test_an_exception_in_a_sink_names_the_extension(tmp_path):
 )
 def test_a_module_that_cannot_extend_is_refused_with_its_reason(source, extensions, parts, tmp_path):
     write_module(tmp_path, source)
-    told = refused(run_extended(tmp_path, "--cfg", "job", f"extensions=[{extensions}]"))
+    # A fork has torch already.
+    start = run_ranks if "torch" in parts else fork_ranks
+    told = refused(run_extended(tmp_path, "--cfg", "job", f"extensions=[{extensions}]", start=start))
     for part in [f"extensions=[{extensions}]", *parts]:
         assert part in told
 
@@ -290,7 +293,7 @@ def test_one_module_without_brackets_is_answered_with_its_own_name(lab):
 
 def test_help_shows_keys_of_an_extension_without_loading_torch(lab):
     write_module(lab, "import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))", "sitecustomize")
-    done = run_extended(lab, "--help", "extensions=[my_lab.callbacks]", "my_lab.beta=0.25")
+    done = run_extended(lab, "--help", "extensions=[my_lab.callbacks]", "my_lab.beta=0.25", start=run_ranks)
     assert done.returncode == 0
     assert "my_lab.beta = 0.25   (number)" in done.stdout
     assert done.stdout.endswith("False\n")

@@ -8,6 +8,7 @@ import pytest
 from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.extend import code
 from tests.extensions import TINY, run_extended, write_module
+from tests.launching import run_ranks
 from tests.test_extensions_data import ON_TEXT
 
 CALLBACK = """
@@ -259,6 +260,6 @@ def test_a_group_of_keys_checks_its_values_before_torch_is_loaded(tmp_path):
     write_module(
         tmp_path, "import sys, atexit\natexit.register(lambda: print('torch' in sys.modules))", "sitecustomize"
     )
-    done = run_extended(tmp_path, "--cfg", "job", "extensions=[lab.own]", "group.width=0")
+    done = run_extended(tmp_path, "--cfg", "job", "extensions=[lab.own]", "group.width=0", start=run_ranks)
     refused(done, "group.width=0 is not positive; use 1")
     assert done.stdout.endswith("False\n")

@@ -18,6 +18,7 @@ import json
 import os
 import re
 import runpy
+import site
 import sys
 import threading
 import traceback
@@ -31,6 +32,9 @@ def run(order):
         os.dup2(os.open(order[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ.update(order["environment"])
     os.setsid()
+    # What a new interpreter does with the variable.
+    sys.path[:0] = filter(None, order["environment"].get("PYTHONPATH", "").split(os.pathsep))
+    site.execsitecustomize()
     if order["faults"]:
         from tests.programs import faults
 
