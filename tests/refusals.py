@@ -72,7 +72,7 @@ def _composed(*groups: str) -> bytes:
 def compose_quickly(overrides: Iterable[str]) -> Config:
     """What `load_config` gives, of overrides that are legal for Hydra: each choice of groups is composed once."""
     overrides = list(overrides)
-    keys = [text for text in overrides if "." in text.partition("=")[0]]
+    keys = [text for text in overrides if "." in (name := text.partition("=")[0]) or name in ("name", "run_dir")]
     config = pickle.loads(_composed(*(text for text in overrides if text not in keys)))
     for text in chain.from_iterable(map(by_split, keys)):
         override = parse_override(text)
