@@ -33,7 +33,9 @@ def run(parent, tmp_path, full_cache):
     def run_limited(*overrides, faults=(), num_ranks=1):
         arguments = small_run_arguments(tmp_path / "run", full_cache, [*TINY, *overrides])[2:]
         faults = {rank: [["end_soon"], *faults] for rank in range(num_ranks)}
-        return parent.run(arguments, tmp_path / "output", num_ranks=num_ranks, faults=faults)
+        # Of this run alone: what ranks print is appended.
+        output = tmp_path / f"output_{len(list(tmp_path.glob('output_*.0')))}"
+        return parent.run(arguments, output, num_ranks=num_ranks, faults=faults)
 
     return run_limited
 
