@@ -463,10 +463,11 @@ ELSEWHERE = {
         "model.rotary_percentage",
         "model.rotary_base",
         "model.rope_scaling_factor",
-        "model.yarn_original_max_position_embeddings",
         "model.share_embeddings_and_output_weights",
     ),
     "features": ("model.compile", *(f"model.{feature.key}" for feature in own_kernels() if not feature.core_field)),
+    # megatron-core reads YaRN's numbers from attributes that are no fields.
+    "megatron/core_fields.py": ("model.yarn_original_max_position_embeddings",),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",
