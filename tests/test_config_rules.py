@@ -251,6 +251,17 @@ RULES = [
             "model.data.inter_document_masking=true",
         )
     ),
+    *(
+        Refused(f"model.value_embedding_freq=2 {other}")
+        for other in (
+            "model.pipeline_model_parallel_size=2",
+            "model.compile=true",
+            "model.cuda_graph_impl=local",
+            "model.context_parallel_size=2",
+            "model.use_mup=true model.mup_base_hidden_size=64",
+        )
+    ),
+    Refused("model.value_embedding_mult=2.0", legal="model.value_embedding_mult=2.0 model.value_embedding_freq=2"),
     Refused("model.use_flash_attention=true model.qk_clip=true"),
     Refused("model.use_flash_attention=true model.log_max_attention_logit=true"),
     Refused(

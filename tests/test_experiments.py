@@ -189,11 +189,10 @@ def test_trial_experiments_train_on_131072_tokens_a_step(experiment, compose_con
 def test_the_speedrun_has_the_matrices_of_nanochats_depth_12(fp8, compose_config):
     planned = build_plan(compose_config("experiment=speedrun_d12", f"fp8={fp8}", "plan.gpu=h100"))
     assert planned.fits
-    # Its `num_scaling_params`: transformer_matrices, with gates of 432 for its value embeddings, and lm_head.
-    nanochats = 84_935_088 + 25_165_824
-    embeddings = 32_768 * 768
+    # Its `num_scaling_params`: wte, value_embeds, lm_head and transformer_matrices with its gates of 432.
+    nanochats = 25_165_824 + 150_994_944 + 25_165_824 + 84_935_088
     # Beside them norms: two of 768 and two of a head a layer, and the last.
-    assert planned.num_parameters == nanochats - 432 + embeddings + 12 * (2 * 768 + 2 * 128) + 768
+    assert planned.num_parameters == nanochats - 432 + 12 * (2 * 768 + 2 * 128) + 768
 
 
 @pytest.mark.parametrize(("fp8", "peak_gib"), [(["fp8=none"], 125), (["fp8=delayed", "model.fp8_params=true"], 121)])

@@ -468,6 +468,8 @@ ELSEWHERE = {
     "features": ("model.compile", *(f"model.{feature.key}" for feature in own_kernels() if not feature.core_field)),
     # megatron-core reads YaRN's numbers from attributes that are no fields.
     "megatron/core_fields.py": ("model.yarn_original_max_position_embeddings",),
+    "megatron/value_embeddings.py": ("model.value_embedding_mult",),
+    "features/value_embeddings.py": ("model.value_embedding_freq",),
     "megatron/weights.py": ("model.seed",),
     "megatron/optimizer.py": (
         "model.optim.sched.name",

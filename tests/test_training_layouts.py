@@ -76,6 +76,12 @@ def test_layout_trains_as_one_process(num_ranks, layout, tmp_path, cache_dir, on
         pytest.param(["model.qk_layernorm=true"], ("tp2", "tp2_sp"), id="norms of queries and keys"),
         # A stage counts its layers among all.
         pytest.param(["model.no_rope_freq=4"], ("pp2",), id="layers without rope"),
+        # A rank has the columns of its heads.
+        pytest.param(
+            ["model.value_embedding_freq=2", "model.value_embedding_mult=4"],
+            ("tp2", "tp2_sp", "dp"),
+            id="value embeddings",
+        ),
         pytest.param(
             ["model.window_size=[7,0]", "model.window_attn_skip_freq=[0,1,1,0]"], ("pp2", "tp2_sp"), id="windows"
         ),

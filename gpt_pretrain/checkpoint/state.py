@@ -84,6 +84,8 @@ _MUP_KEYS = (
 )
 # And one with a sliding window.
 _WINDOW_KEYS = ("window_size", "window_attn_skip_freq")
+# And one with value embeddings.
+_VALUE_KEYS = ("value_embedding_freq", "value_embedding_mult")
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
@@ -95,6 +97,8 @@ _UNSTATED = {
     "model.no_rope_freq": "null",
     "model.yarn_original_max_position_embeddings": "null",
     **{f"model.{key}": "null" for key in _WINDOW_KEYS},
+    "model.value_embedding_freq": "null",
+    "model.value_embedding_mult": "1.0",
 }
 _LAYOUT_KEYS = (
     "tensor_model_parallel_size",
@@ -182,6 +186,8 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described |= _described(model, ["no_rope_freq"])
     if uses_yarn(model):
         described |= _described(model, ["yarn_original_max_position_embeddings"])
+    if model.value_embedding_freq is not None:
+        described |= _described(model, _VALUE_KEYS)
     if model.window_size is not None:
         described |= _described(model, _WINDOW_KEYS)
     if model.layer is not LayerName.gpt:

@@ -56,6 +56,12 @@ def shards_weights(model: ModelConfig) -> bool:
     return model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params
 
 
+def layers_with_value_embeddings(model: ModelConfig) -> list[int]:
+    """Numbers, from 0, of the layers whose attention adds vectors of tokens to its values: every n-th from the last."""
+    freq = model.value_embedding_freq
+    return [] if freq is None else [i for i in range(model.num_layers) if (model.num_layers - 1 - i) % freq == 0]
+
+
 def ffn_hidden_size(model: ModelConfig) -> int:
     """Inner width of the MLP."""
     return 4 * model.hidden_size if model.ffn_hidden_size is None else model.ffn_hidden_size

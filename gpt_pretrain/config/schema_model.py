@@ -131,6 +131,17 @@ class ModelConfig:
     """Bias in the query/key/value projection even if bias=false (Qwen2.5)."""
     qk_layernorm: bool = _shape_key(before=False)
     """Normalize the queries and keys of each head before rotation (Qwen3)."""
+    value_embedding_freq: int | None = key(minimum=1, largest=2**10, before=None, identity="model")
+    """Every how many layers, counted back from the last, attention adds a learned vector of each token to its value: 2
+    is every other layer (nanochat); null: none does."""
+    value_embedding_mult: float = key(
+        above=0,
+        use="1 or another",
+        before=1.0,
+        identity="model",
+        unread=[unread_with("model.value_embedding_freq", None, instead="{idle}, or model.value_embedding_freq=2")],
+    )
+    """Factor of value embeddings; Adam's steps move what they add by as much more."""
     window_size: list[int] | None = key(before=None, aliases=["sliding_window"], identity="model")
     """How many tokens before itself a token attends to, and how many after: [4095,0] is Mistral 7B v0.1's window of
     4,096. null: all before it."""

@@ -144,6 +144,8 @@ def _unsupported(model: ModelConfig, architecture: Architecture) -> dict[str, st
         for name, values in FIELDS[architecture].items()
         if getattr(model, name) not in values
     }
+    if model.value_embedding_freq is not None:
+        rules["value_embedding_freq"] = "which has null: no class of transformers adds them"
     if architecture in _ONE_BIAS and model.qkv_bias and not model.bias:
         rules["qkv_bias"] = "which has biases in all of attention's projections or in none (model.bias=false)"
     if architecture is Architecture.llama and hidden % heads:

@@ -18,6 +18,7 @@ from gpt_pretrain.config.derived import padded_vocab_size, uses_yarn
 from gpt_pretrain.features.mup import output_mult
 from gpt_pretrain.megatron.loss import LossHead
 from gpt_pretrain.megatron.own_model import mark_replicas, named_layers
+from gpt_pretrain.megatron.value_embeddings import ValueEmbeddings
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -30,6 +31,8 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
 
     output_layer: Any
     """On the last stage a `LossHead`."""
+    value_embeddings: ValueEmbeddings | None
+    """None without `value_embedding_freq`."""
 
     def __init__(
         self, spec: RunSpec, config: TransformerConfig, layers: TransformerBlockSubmodules, vp_stage: int | None
@@ -51,6 +54,9 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             rope_scaling_factor=model.rope_scaling_factor or 1.0,
             vp_stage=vp_stage,
         )
+        self.value_embeddings = None if model.value_embedding_freq is None else ValueEmbeddings(model, config)
+        if self.value_embeddings is not None:
+            self.value_embeddings.attach(self.decoder.layers)
 
     @override
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -65,6 +71,8 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
         megatron-core rotates by places in the sequence.
         """
         hidden, rotation, *others = super()._preprocess(input_ids, position_ids, *args, **kwargs)
+        if self.value_embeddings is not None:
+            self.value_embeddings.tokens = input_ids
         if rotation is not None and position_ids is not None and self._spec.model.data.inter_document_masking:
             # Context parallel ranks get their own places' angles; here each looks up its positions among all.
             num_places = position_ids.size(1) * self.config.context_parallel_size

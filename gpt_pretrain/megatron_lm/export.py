@@ -57,6 +57,8 @@ def export_megatron(
     saved, model = all_saved[0], all_saved[0].config.model
     if (own := registered_choice("layer", model.layer)) is not None:
         raise ConfigError([f"model.layer={model.layer.name}: Megatron-LM does not compute {own}"])
+    if model.value_embedding_freq is not None:
+        raise ConfigError([f"model.value_embedding_freq={model.value_embedding_freq}: Megatron-LM has none"])
     read = [CheckpointTensors(each.path, averaged=averaged) for each in all_saved]
     tensors = model_tensors(model)
     shapes = {each.key: each.shape if each.layer is None else (model.num_layers, *each.shape) for each in tensors}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from gpt_pretrain.config.choices import Activation, Normalization, PositionEmbedding
 from gpt_pretrain.config.derived import (
     kv_channels,
+    layers_with_value_embeddings,
     num_query_groups,
     padded_vocab_size,
     uses_distributed_optimizer,
@@ -97,6 +98,8 @@ def _stage_parameters(model: ModelConfig, layers: Iterable[Sequence[Linear]], *,
     if first:
         num_parameters += table
         num_parameters += positions if model.position_embedding_type is PositionEmbedding.learned_absolute else 0
+        values = num_query_groups(model) * kv_channels(model) // model.tensor_model_parallel_size
+        num_parameters += len(layers_with_value_embeddings(model)) * padded_vocab_size(model) * values
     if last:
         num_parameters += _norm_parameters(model, model.hidden_size)
         # A tied head is the embedding itself where both are on one stage, and a copy of it otherwise.

@@ -9,6 +9,7 @@ from gpt_pretrain.config.choices import Fp8ProofMode, LayerName
 from gpt_pretrain.config.derived import (
     ffn_hidden_size,
     flops_per_token,
+    layers_with_value_embeddings,
     moe_ffn_hidden_size,
     num_query_groups,
     padded_vocab_size,
@@ -142,6 +143,8 @@ def describe_positions(model: ModelConfig) -> str:
     text = model.position_embedding_type.name
     if uses_yarn(model):
         text += f" ({model.yarn_original_max_position_embeddings:,} tokens stretched by YaRN)"
+    if valued := layers_with_value_embeddings(model):
+        text += f", {model.value_embedding_mult:g} × value embeddings in {counted(len(valued), 'layer')}"
     if model.window_size is not None:
         layers = "all" if (have_it := model.window_attn_skip_freq) is None else f"{sum(have_it)}"
         text += f", windows of {model.window_size[0] + 1:,} tokens in {layers} layers"
