@@ -43,7 +43,7 @@ def _share_that_differs(into: CastInto, values: torch.Tensor, scale: float | Non
 
 
 def share_of_codes_that_differ(
-    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, gated: bool, biased: bool, scale: float | None
+    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, activation: str, biased: bool, scale: float | None
 ) -> float:
     """Of an activation and its gradient; asserts that whatever differs is rounded to the neighbour.
 
@@ -51,7 +51,7 @@ def share_of_codes_that_differ(
         device: Where to compute.
         dtype: Of what is read: values are rounded to it before they are cast.
         code_dtype: float8_e4m3fn or float8_e5m2; float16 where those are not rounded as GPUs round.
-        gated: SwiGLU rather than GELU.
+        activation: swiglu, gelu_tanh or squared_relu.
         biased: With a bias before the activation.
         scale: What values are multiplied by; None finds it from the largest.
     """
@@ -60,24 +60,27 @@ def share_of_codes_that_differ(
     def drawn(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype)
 
-    inputs, gradients = drawn(ROWS, 2 * WIDTH if gated else WIDTH), drawn(ROWS, WIDTH)
+    inputs, gradients = drawn(ROWS, 2 * WIDTH if activation == "swiglu" else WIDTH), drawn(ROWS, WIDTH)
     # The exponentials of both are beyond what fp32 holds, or their inverse is no normal number.
     inputs[:, :3] = torch.tensor([-88.5, -200, -10])
     bias = drawn(WIDTH) if biased else None
     # In fp32, torch's 1 + tanh of a large negative number is 0.
     exact = inputs.double().requires_grad_()
     exact_bias = None if bias is None else bias.double().requires_grad_()
-    if gated:
+    summed = exact if exact_bias is None else exact + exact_bias
+    if activation == "swiglu":
         activated = F.silu(exact[:, :WIDTH]) * exact[:, WIDTH:]
+    elif activation == "squared_relu":
+        activated = F.relu(summed).square()
     else:
-        activated = F.gelu(exact if exact_bias is None else exact + exact_bias, approximate="tanh")
+        activated = F.gelu(summed, approximate="tanh")
     activated.backward(gradients.double())
     assert exact.grad is not None
 
     forward = _destination((ROWS, WIDTH), code_dtype, device, scale)
-    launch_activation(inputs, bias, forward)
+    launch_activation(activation, inputs, bias, forward)
     backward = _destination((ROWS, inputs.size(1)), code_dtype, device, scale)
-    of_bias = launch_gradient(gradients, inputs, bias, backward)
+    of_bias = launch_gradient(activation, gradients, inputs, bias, backward)
     if exact_bias is None:
         assert of_bias is None
     else:
@@ -89,12 +92,12 @@ def share_of_codes_that_differ(
 
 
 def check_that_nan_leaves_amax_and_codes_alone(
-    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, gated: bool, biased: bool, scale: float | None
+    device: str, dtype: torch.dtype, code_dtype: torch.dtype, *, activation: str, biased: bool, scale: float | None
 ) -> None:
     """Rows of NaN, a whole tile of them, beside the other rows by themselves, which are written without a transpose."""
     tile = 64
     generator = torch.Generator().manual_seed(5)
-    inputs = torch.randn(ROWS, 2 * WIDTH if gated else WIDTH, generator=generator).to(device, dtype)
+    inputs = torch.randn(ROWS, 2 * WIDTH if activation == "swiglu" else WIDTH, generator=generator).to(device, dtype)
     gradients = torch.randn(ROWS, WIDTH, generator=generator).to(device, dtype)
     bias = torch.randn(WIDTH, generator=generator).to(device, dtype) if biased else None
     inputs[:tile] = torch.nan
@@ -103,8 +106,8 @@ def check_that_nan_leaves_amax_and_codes_alone(
         rows, columnwise = ROWS - first_row, first_row == 0
         forward = _destination((rows, WIDTH), code_dtype, device, scale, columnwise=columnwise)
         backward = _destination((rows, inputs.size(1)), code_dtype, device, scale, columnwise=columnwise)
-        launch_activation(inputs[first_row:], bias, forward)
-        launch_gradient(gradients[first_row:], inputs[first_row:], bias, backward)
+        launch_activation(activation, inputs[first_row:], bias, forward)
+        launch_gradient(activation, gradients[first_row:], inputs[first_row:], bias, backward)
         return [forward, backward]
 
     for whole, rest in zip(cast(0), cast(tile), strict=True):

@@ -1,6 +1,7 @@
 """An MLP's activation computed with its cast, on a GPU: the codes of separate kernels, and layers that train on it."""
 
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,22 +10,32 @@ import torch
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels import activation_cast
 from tests.activation_casts import check_that_nan_leaves_amax_and_codes_alone, share_of_codes_that_differ
-from tests.test_gpu_parity import CASES, TE_BF16
+from tests.test_gpu_parity import CASES as PARITY
+from tests.test_gpu_parity import TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, run_model, te_names, train_ours
 
 pytestmark = pytest.mark.gpu
 
+CASES = {
+    "llama3": PARITY["llama3"],
+    "gpt2": PARITY["gpt2"],
+    "squared relu": replace(PARITY["gpt2"], overrides=["model.activation=squared_relu"]),
+}
 FUSED, SEPARATE = (f"model.activation_cast_fusion={fused}" for fused in ("true", "false"))
 
 
 @pytest.mark.parametrize("scale", [3.0, None], ids=["delayed", "from the amax"])
-@pytest.mark.parametrize(("gated", "biased"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(
+    ("activation", "biased"),
+    [("swiglu", False), ("gelu_tanh", True), ("gelu_tanh", False), ("squared_relu", True), ("squared_relu", False)],
+)
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
-def test_codes_are_those_of_an_activation_and_a_cast(codes, gated, biased, scale):
-    """But where the activation itself is rounded to the other side: exponentials are no exact ones."""
-    share = share_of_codes_that_differ("cuda", torch.bfloat16, codes, gated=gated, biased=biased, scale=scale)
-    assert share < 1e-3
-    check_that_nan_leaves_amax_and_codes_alone("cuda", torch.bfloat16, codes, gated=gated, biased=biased, scale=scale)
+def test_codes_are_those_of_an_activation_and_a_cast(codes, activation, biased, scale):
+    """But where the activation itself is rounded to the other side: exponentials are no exact ones, products are."""
+    case = {"activation": activation, "biased": biased, "scale": scale}
+    share = share_of_codes_that_differ("cuda", torch.bfloat16, codes, **case)
+    assert share <= (0 if activation == "squared_relu" and not biased else 1e-3)
+    check_that_nan_leaves_amax_and_codes_alone("cuda", torch.bfloat16, codes, **case)
 
 
 @pytest.fixture
@@ -51,7 +62,7 @@ def _delayed_scaling(training):
     }
 
 
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+@pytest.mark.parametrize("name", CASES)
 def test_every_layer_and_microbatch_is_fused_and_leaves_the_amaxes_of_separate_kernels(name, launches):
     case = CASES[name]
     weights = te_names(map_weights(build_reference(case), case))
@@ -75,7 +86,7 @@ def test_every_layer_and_microbatch_is_fused_and_leaves_the_amaxes_of_separate_k
 
 
 @pytest.mark.parametrize("precision", ["delayed", "tensorwise"])
-@pytest.mark.parametrize("name", ["llama3", "gpt2"])
+@pytest.mark.parametrize("name", CASES)
 def test_layers_train_as_with_separate_kernels(name, precision):
     case = CASES[name]
     weights = te_names(map_weights(build_reference(case), case))

@@ -8,6 +8,7 @@ from functools import cache, partial
 from typing import Any, override
 
 from gpt_pretrain.config.choices import Activation
+from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
 from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
 from gpt_pretrain.run.products import FC1, FC2
@@ -33,10 +34,8 @@ class ActivationCast(FusedKernel):
             yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
         if model.activation is Activation.gelu:
             yield "model.activation=gelu", "it computes GELU's tanh form"
-        if model.activation is Activation.squared_relu:
-            yield "model.activation=squared_relu", "it computes SwiGLU, and GELU's tanh form"
         if model.activation is Activation.swiglu and model.bias:
-            yield "model.bias=true", "it adds a bias only to a GELU"
+            yield "model.bias=true", "it adds no bias to a SwiGLU"
         if model.bias_activation_fusion is False:
             yield "model.bias_activation_fusion=false", "that asks for an unfused activation"
         if model.num_moe_experts is not None:
@@ -55,8 +54,8 @@ class ActivationCast(FusedKernel):
             yield "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
 
     @override
-    def build_into_layer(self, layer: Any) -> None:
-        layer.submodules.mlp = partial(mlp_class().as_mlp_submodule, **layer.submodules.mlp.keywords)
+    def build_into_layer(self, layer: Any, model: ModelConfig) -> None:
+        layer.submodules.mlp = partial(mlp_class(model.activation).as_mlp_submodule, **layer.submodules.mlp.keywords)
 
     @override
     def cast_bytes(self, kind: str, recipe: Recipe, of_input: float, of_gradient: float) -> tuple[float, float]:
@@ -79,7 +78,7 @@ def _no_layer_to_fuse_in(run: Resolved, settings: Fp8Settings) -> Iterator[Obsta
 
 
 @cache
-def mlp_class() -> Any:
+def mlp_class(activation: Activation) -> Any:
     """megatron-core's MLP with the fused kernels; it is built, stored and loaded in the same way."""
     from megatron.core.transformer.mlp import MLP
 
@@ -91,7 +90,7 @@ def mlp_class() -> Any:
             if not activation_cast.multiply_in_fp8(self.linear_fc1, self.linear_fc2):
                 return super().forward(hidden_states, per_token_scale, **kwargs)
             check_arguments({"per_token_scale": per_token_scale, **kwargs})
-            return activation_cast.pass_through(self, hidden_states)
+            return activation_cast.pass_through(self, activation.value, hidden_states)
 
     return CastingMLP
 

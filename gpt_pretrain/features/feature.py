@@ -117,7 +117,7 @@ class Feature:
     def build_into_model(self, chunks: Sequence[Any]) -> None:
         """Changes this rank's model chunks once they are built, before data parallelism wraps them."""
 
-    def build_into_layer(self, layer: Any) -> None:
+    def build_into_layer(self, layer: Any, model: ModelConfig) -> None:
         """Changes megatron-core's spec of a Transformer Engine layer, a `ModuleSpec`."""
 
     def cast_bytes(self, kind: str, recipe: Recipe, of_input: float, of_gradient: float) -> tuple[float, float]:

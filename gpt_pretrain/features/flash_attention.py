@@ -96,7 +96,7 @@ class FlashAttention(FusedKernel):
             yield "FlashAttention-4, which cannot be used here", why
 
     @override
-    def build_into_layer(self, layer: Any) -> None:
+    def build_into_layer(self, layer: Any, model: ModelConfig) -> None:
         layer.submodules.self_attention.submodules.core_attention = _attention_class()
 
 

@@ -15,10 +15,10 @@ import torch
 from gpt_pretrain.kernels.activation_triton import CastInto, launch_activation, launch_gradient
 
 
-def pass_through(mlp: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+def pass_through(mlp: Any, activation: str, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     """megatron-core's `MLP.forward`: [s, b, h] to [s, b, h], and the second projection's bias, still to be added.
 
-    Both projections must compute in FP8 (`multiply_in_fp8`).
+    Both projections must compute in FP8 (`multiply_in_fp8`); `activation` is one of `launch_activation`'s.
     """
     first, second = mlp.linear_fc1, mlp.linear_fc2
     # Two-dimensional: Transformer Engine drops the transpose of a tensor that it reshapes.
@@ -26,7 +26,7 @@ def pass_through(mlp: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, t
     # Before its own first pass the second projection has no quantizers.
     second.init_fp8_metadata()
     with_backward = torch.is_grad_enabled()
-    activated = _ActivationCast.apply(inputs, bias, mlp, with_backward)  # type: ignore[no-untyped-call]
+    activated = _ActivationCast.apply(inputs, bias, mlp, activation, with_backward)  # type: ignore[no-untyped-call]
     output, output_bias = second(activated)
     if with_backward:
         # Backward reads the transpose only.
@@ -83,15 +83,18 @@ class _ActivationCast(torch.autograd.Function):
     """The activation of [rows, columns] as an FP8 tensor; its input's gradient is one too."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: Any, with_backward: bool) -> Any:
+    def forward(  # noqa: PLR0917  # autograd passes everything by position
+        ctx: Any, inputs: torch.Tensor, bias: torch.Tensor | None, mlp: Any, activation: str, with_backward: bool
+    ) -> Any:
         from transformer_engine_torch import FP8BwdTensors, FP8FwdTensors
 
         rows, columns = inputs.shape
-        width = columns // 2 if mlp.config.gated_linear_unit else columns
+        width = columns // 2 if activation == "swiglu" else columns
         quantizer = mlp.linear_fc2.quantizers["scaling_fwd"][FP8FwdTensors.GEMM1_INPUT]
         activated, into = allocate(quantizer, (rows, width), inputs, columnwise=with_backward)
-        launch_activation(inputs, bias, into)
+        launch_activation(activation, inputs, bias, into)
         ctx.save_for_backward(inputs, bias)
+        ctx.activation = activation
         ctx.quantizer = mlp.linear_fc1.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
         return activated
 
@@ -99,5 +102,5 @@ class _ActivationCast(torch.autograd.Function):
     def backward(ctx: Any, gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         inputs, bias = ctx.saved_tensors
         of_inputs, into = allocate(ctx.quantizer, inputs.shape, inputs)
-        of_bias = launch_gradient(gradients, inputs, bias, into)
-        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None, None
+        of_bias = launch_gradient(ctx.activation, gradients, inputs, bias, into)
+        return of_inputs, None if of_bias is None else of_bias.to(bias.dtype), None, None, None

@@ -91,15 +91,22 @@ def _write(
 
 
 @triton.jit
-def _activate(inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr):
+def _activate(
+    inputs, bias, rows, columns, num_rows, width: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr
+):
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
-    if GATED:
+    if ACTIVATION == "swiglu":
         gate = _read(inputs, rows, columns, inside, 2 * width)
         values = gate * _sigmoid(gate) * _read(inputs, rows, columns + width, inside, 2 * width)
     else:
         biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
-        share, _ = _gelu_parts(biased)
-        values = biased * share
+        if ACTIVATION == "squared_relu":
+            # NaN stays NaN.
+            values = tl.where(biased <= 0, 0.0, biased * biased)
+        else:
+            tl.static_assert(ACTIVATION == "gelu_tanh")
+            share, _ = _gelu_parts(biased)
+            values = biased * share
     if BIASED:
         # Outside the tensor the bias would remain.
         values = tl.where(inside, values, 0.0)
@@ -109,7 +116,7 @@ def _activate(inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED:
 @triton.jit
 def _activation_kernel(
     inputs, bias, into, into_transposed, scale, inverse_scale, amax, num_rows,
-    width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, MEASURES: tl.constexpr, WRITES: tl.constexpr,
+    width: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, MEASURES: tl.constexpr, WRITES: tl.constexpr,
     TRANSPOSES: tl.constexpr, LARGEST: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.program_id(1) * TILE_PAIRS + tl.arange(0, TILE_PAIRS)
@@ -117,8 +124,8 @@ def _activation_kernel(
     if WRITES:
         # First, so that no tile waits for it.
         factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
-    even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
-    odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
+    even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, ACTIVATION, BIASED)
+    odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, ACTIVATION, BIASED)
     if MEASURES:
         _measure(tl.maximum(tl.abs(even), tl.abs(odd)), amax)
     if WRITES:
@@ -128,12 +135,13 @@ def _activation_kernel(
 
 @triton.jit
 def _differentiate(
-    gradients, inputs, bias, rows, columns, num_rows, width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr
-):
-    """The gradient of a GELU's inputs or of gates, and that of the values that gates multiply."""
+    gradients, inputs, bias, rows, columns, num_rows,
+    width: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the inputs or of a SwiGLU's gates, and that of the values that gates multiply."""
     inside = (rows < num_rows)[:, None] & (columns < width)[None, :]
     arriving = _read(gradients, rows, columns, inside, width)
-    if GATED:
+    if ACTIVATION == "swiglu":
         gate = _read(inputs, rows, columns, inside, 2 * width)
         linear = _read(inputs, rows, columns + width, inside, 2 * width)
         share = _sigmoid(gate)
@@ -141,10 +149,14 @@ def _differentiate(
         of_linear = (arriving * gate * share).to(inputs.dtype.element_ty).to(tl.float32)
     else:
         biased = _read_biased(inputs, bias, rows, columns, inside, width, BIASED)
-        share, slope = _gelu_parts(biased)
-        values = arriving * share * (1 + biased * (1 - share) * slope)
+        if ACTIVATION == "squared_relu":
+            values = tl.where(biased <= 0, 0.0, arriving * (2 * biased))
+        else:
+            tl.static_assert(ACTIVATION == "gelu_tanh")
+            share, slope = _gelu_parts(biased)
+            values = arriving * share * (1 + biased * (1 - share) * slope)
         values = values.to(inputs.dtype.element_ty).to(tl.float32)
-        # A GELU has no gates, and a Triton function cannot return None.
+        # Only a SwiGLU has gates, and a Triton function cannot return None.
         of_linear = values
     return values, of_linear
 
@@ -152,7 +164,7 @@ def _differentiate(
 @triton.jit
 def _gradient_kernel(
     gradients, bias_gradients, inputs, bias, into, into_transposed, scale, inverse_scale, amax, num_rows,
-    width: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr, MEASURES: tl.constexpr, WRITES: tl.constexpr,
+    width: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr, MEASURES: tl.constexpr, WRITES: tl.constexpr,
     TRANSPOSES: tl.constexpr, LARGEST: tl.constexpr, EPSILON: tl.constexpr,
 ):  # fmt: skip
     pairs = tl.program_id(1) * TILE_PAIRS + tl.arange(0, TILE_PAIRS)
@@ -160,16 +172,17 @@ def _gradient_kernel(
     if WRITES:
         # First, so that no tile waits for it.
         factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
-    even, even_linear = _differentiate(gradients, inputs, bias, 2 * pairs, columns, num_rows, width, GATED, BIASED)
-    odd, odd_linear = _differentiate(gradients, inputs, bias, 2 * pairs + 1, columns, num_rows, width, GATED, BIASED)
+    above, below = 2 * pairs, 2 * pairs + 1
+    even, even_linear = _differentiate(gradients, inputs, bias, above, columns, num_rows, width, ACTIVATION, BIASED)
+    odd, odd_linear = _differentiate(gradients, inputs, bias, below, columns, num_rows, width, ACTIVATION, BIASED)
     if MEASURES:
         magnitudes = tl.maximum(tl.abs(even), tl.abs(odd))
-        if GATED:
+        if ACTIVATION == "swiglu":
             magnitudes = tl.maximum(magnitudes, tl.maximum(tl.abs(even_linear), tl.abs(odd_linear)))
         _measure(magnitudes, amax)
     if WRITES:
         inside = columns < width
-        if GATED:
+        if ACTIVATION == "swiglu":
             beside = columns + width
             _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, 2 * width, TRANSPOSES)
             even, odd = even_linear, odd_linear
@@ -201,32 +214,39 @@ class CastInto:
     """A smaller amax counts as this one."""
 
 
-def launch_activation(inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
+def launch_activation(activation: str, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
     """Writes the activation as FP8 of [rows, width].
 
-    Inputs, contiguous, are [rows, 2 · width] of a SwiGLU, gates first, or [rows, width] of a GELU, to which a bias
-    [width] may be added.
+    Inputs, contiguous, are [rows, 2 · width] of a "swiglu", gates first, or [rows, width] of a "gelu_tanh" or
+    "squared_relu", to which a bias [width] may be added.
     """
-    _launch(_activation_kernel, inputs, bias, into, into.codes.shape[1])
+    _launch(_activation_kernel, activation, inputs, bias, into, into.codes.shape[1])
 
 
 def launch_gradient(
-    gradients: torch.Tensor, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto
+    activation: str, gradients: torch.Tensor, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto
 ) -> torch.Tensor | None:
     """Writes the gradient of the activation's inputs as FP8 of their shape, and returns that of the bias, fp32 [width].
 
-    Inputs and bias are those of `launch_activation`; `gradients`, contiguous [rows, width], are those of its results.
+    Activation, inputs and bias are those of `launch_activation`; `gradients`, contiguous [rows, width], are those of
+    its results.
     """
     rows, width = gradients.shape
     sums = None
     if bias is not None:
         sums = torch.empty(tile_grid(rows, width)[1], width, dtype=torch.float32, device=inputs.device)
-    _launch(_gradient_kernel, inputs, bias, into, width, gradients, sums)
+    _launch(_gradient_kernel, activation, inputs, bias, into, width, gradients, sums)
     return None if sums is None else sums.sum(dim=0)
 
 
 def _launch(
-    kernel: Any, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto, width: int, *more: torch.Tensor | None
+    kernel: Any,
+    activation: str,
+    inputs: torch.Tensor,
+    bias: torch.Tensor | None,
+    into: CastInto,
+    width: int,
+    *more: torch.Tensor | None,
 ) -> None:
     rows = inputs.size(0)
     # Transformer Engine's own rule for FP8. It pairs every row and lets codes be stored in words.
@@ -237,6 +257,6 @@ def _launch(
     for measures, writes in passes:
         kernel[tile_grid(rows, width)](
             *more, inputs, bias, into.codes, into.transposed, into.scale, into.inverse_scale, into.amax, rows, width,
-            GATED=inputs.size(1) != width, BIASED=bias is not None, MEASURES=measures, WRITES=writes,
+            ACTIVATION=activation, BIASED=bias is not None, MEASURES=measures, WRITES=writes,
             TRANSPOSES=into.transposed is not None, LARGEST=largest, EPSILON=into.amax_epsilon, num_warps=TILE_WARPS,
         )  # fmt: skip

@@ -212,7 +212,7 @@ def build_layer_spec(
             qk_layernorm=config.qk_layernorm,
         )
         for feature in used_features(spec):
-            feature.build_into_layer(layer)
+            feature.build_into_layer(layer, spec.model)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel
 
