@@ -267,10 +267,11 @@ def test_missing_and_unexpected_tensors_are_listed(tmp_path):
             load_checkpoint(VerifiedCheckpoint(path=path, manifest=manifest), training.trainable, training.config, DATA)
 
 
-def test_layers_without_rope_make_another_model():
-    rotated, without = (describe_weights(compose_quickly([*given]).model) for given in ((), ("model.no_rope_freq=4",)))
-    assert differences(without, rotated) == "model.no_rope_freq=4 (saved without it)"
-    assert differences(rotated, without) == "model.no_rope_freq=null (saved with 4)"
+@pytest.mark.parametrize(("key", "value"), [("model.no_rope_freq", "4"), ("model.final_logit_softcapping", "15.0")])
+def test_layers_without_rope_and_capped_logits_make_another_model(key, value):
+    usual, other = (describe_weights(compose_quickly([*given]).model) for given in ((), (f"{key}={value}",)))
+    assert differences(other, usual) == f"{key}={value} (saved without it)"
+    assert differences(usual, other) == f"{key}=null (saved with {value})"
 
 
 def test_another_model_is_told_in_the_words_of_the_command_line(kept):

@@ -271,6 +271,11 @@ def test_what_was_left_of_a_killed_export_is_replaced(llama, tmp_path):
             "model.activation=gelu is not supported by LlamaForCausalLM, which has swiglu",
         ),
         (
+            ["model=llama3_8b", "model.num_query_groups=2", "model.final_logit_softcapping=30"],
+            None,
+            "model.final_logit_softcapping=30.0 is not supported by LlamaForCausalLM, which caps no logits",
+        ),
+        (
             ["model=mixtral_8x7b", "model.num_query_groups=2"],
             Architecture.llama,
             "model.num_moe_experts=8 is not supported by LlamaForCausalLM, which has null",

@@ -7,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 
 from gpt_pretrain.features.resolve import detect_platform
-from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient, linear_cross_entropy
+from gpt_pretrain.kernels.cross_entropy import accumulate_weight_gradient, linear_cross_entropy, score_labels
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
@@ -23,6 +23,8 @@ TOKENS, WIDTH, VOCABULARY = 50, 24, 96
 CHUNK = 16
 TIED = "model.share_embeddings_and_output_weights=true"
 PER_TOKEN = "model.data.eod_mask_loss=true"
+# Below the largest logits of these models, so that it bends them.
+CAPPED = "model.final_logit_softcapping=0.2"
 BF16 = "trainer.precision=bf16"
 
 
@@ -45,34 +47,40 @@ def head():
     )
 
 
-def reference(hidden, weight, labels, loss_gradient, z_loss=0.0):
+def reference(hidden, weight, labels, loss_gradient, *, z_loss=0.0, cap=None):
     """Losses without the penalty and both gradients with it, in fp64."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (hidden, weight))
     logits = hidden @ weight.t()
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
     losses = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
     (losses + z_loss * logits.logsumexp(1).square()).backward(loss_gradient.double())
     return losses.detach(), hidden.grad, weight.grad
 
 
+@pytest.mark.parametrize("cap", [None, 2.0, 15.0])
 @pytest.mark.parametrize("z_loss", [0.0, 1e-4, 0.02])
-def test_losses_and_gradients_are_those_of_fp64(z_loss, one_rank, head):
+def test_losses_and_gradients_are_those_of_fp64(z_loss, cap, one_rank, head):
     hidden, weight, labels, loss_gradient = head
     losses = linear_cross_entropy(
-        hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True, z_loss=z_loss
+        hidden, weight, labels, loss_gradient, one_rank, chunk=CHUNK, accumulate=True, z_loss=z_loss, cap=cap
     )
     losses.backward(loss_gradient)
-    for ours, expected in zip((losses, hidden.grad, weight.grad), reference(*head, z_loss), strict=True):
+    for ours, expected in zip(
+        (losses, hidden.grad, weight.grad), reference(*head, z_loss=z_loss, cap=cap), strict=True
+    ):
         assert torch.allclose(ours.detach().double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_ranks_that_share_the_vocabulary_share_the_penalty(head, tmp_path):
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_ranks_that_share_the_vocabulary_share_the_penalty(cap, head, tmp_path):
     torch.save([tensor.detach() for tensor in head], tmp_path / "head.pt")
-    done = fork_ranks(2, ["tests/programs/z_loss_layouts.py", str(tmp_path)])
+    done = fork_ranks(2, ["tests/programs/z_loss_layouts.py", str(tmp_path), str(cap or 0.0)])
     assert done.returncode == 0, done.stderr[-4000:]
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
     # megatron-core sums the hidden states' gradients over the ranks.
     found = ranks[0][0], ranks[0][1] + ranks[1][1], torch.cat([ranks[0][2], ranks[1][2]])
-    for ours, expected in zip(found, reference(*head, Z_LOSS), strict=True):
+    for ours, expected in zip(found, reference(*head, z_loss=Z_LOSS, cap=cap), strict=True):
         assert torch.allclose(ours.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -86,6 +94,34 @@ def test_the_penalty_reaches_the_head_of_a_run(one_rank):
         gradients.append(head.weight.main_grad.clone())
     assert losses[0] == pytest.approx(losses[1], rel=1e-6)
     assert (gradients[1] - gradients[0]).norm() > 0.1 * gradients[0].norm()
+
+
+@pytest.mark.parametrize("cap", [None, 2.0])
+def test_scores_are_those_of_the_capped_vocabulary_without_its_padding(cap, one_rank, head):
+    hidden, weight, labels, _ = (tensor.detach() for tensor in head)
+    num_tokens = VOCABULARY - 30
+    labels = labels % num_tokens
+    scores = score_labels(hidden, weight, labels, one_rank, chunk=CHUNK, num_tokens=num_tokens, cap=cap)
+    expected, _, _ = reference(hidden, weight[:num_tokens], labels, torch.ones(TOKENS), cap=cap)
+    assert torch.allclose(scores[:, 0].double(), expected, rtol=1e-5, atol=1e-6)
+    likeliest = (hidden.double() @ weight[:num_tokens].double().t()).argmax(dim=1)
+    assert torch.equal(scores[:, 1], (likeliest != labels).float())
+
+
+def test_a_run_caps_its_logits_after_mups_multiplier(one_rank):
+    """In training and wherever logits are asked for; BF16 rounds them once more."""
+    multiplied = ["model.use_mup=true", "model.mup_base_hidden_size=32", "model.mup_output_mult=20"]
+    found = {}
+    for cap in ("null", "0.5"):
+        training = build_training_of(compose_quickly([*TINY, *multiplied, f"model.final_logit_softcapping={cap}"]))
+        (chunk,) = training.trainable.model.gpt_chunks
+        width = chunk.config.hidden_size
+        hidden = torch.randn(8, 2, width, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            found[cap], _ = chunk.output_layer(hidden, torch.ones_like(chunk.output_layer.weight) / width**0.5)
+    expected = 0.5 * torch.tanh(found["null"].double() / 0.5)
+    assert found["null"].abs().max() > 1
+    torch.testing.assert_close(found["0.5"].double(), expected, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -161,6 +197,7 @@ def assert_small(found, *, losses=1e-5, gradients=1e-5):
     ("masked", "overrides", "tolerance"),
     [
         pytest.param(True, [TIED, PER_TOKEN], {}, id="tied, mean over the step's tokens"),
+        pytest.param(False, [CAPPED], {}, id="capped"),
         # The gradient of the logits is rounded to BF16 either way, the weights' no longer for each microbatch.
         pytest.param(True, [BF16, *RECOMPUTED], {"losses": 2e-3, "gradients": 1e-2}, id="bf16, recomputed"),
     ],
@@ -173,6 +210,8 @@ def test_training_is_that_with_megatrons_head_and_loss(masked, overrides, tolera
 def test_two_ranks_train_as_with_megatrons_head_and_loss(tmp_path):
     cases = [
         "parallelism=tp2,masked",
+        f"parallelism=tp2,{CAPPED}",
+        f"parallelism=pp2,{CAPPED}",
         f"parallelism=tp2_sp,{TIED}",
         f"parallelism=pp2,{TIED},{PER_TOKEN},masked",
         "parallelism=pp2_vp2,model.num_layers=4",
@@ -196,15 +235,18 @@ from gpt_pretrain.kernels.layers_triton import launch_gradient, launch_statistic
 generator = torch.Generator().manual_seed(0)
 labels = torch.tensor([0, 10_006, -5, 20_000])
 for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2**-7)):
-    logits = (3 * torch.randn(4, 10_007, generator=generator)).to(dtype)
-    statistics = row_statistics(logits, labels)
-    torch.testing.assert_close(launch_statistics(logits, labels), statistics, rtol=1e-5, atol=1e-5)
-    losses, log_sum = merge_statistics(statistics[None])
-    assert losses.isinf().tolist() == [False, False, True, True]
-    ours, expected, factor = logits.clone(), logits.clone(), torch.rand(4, generator=generator)
-    launch_gradient(ours, labels, log_sum, factor)
-    turn_into_gradient(expected, labels, log_sum, factor)
-    torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-6)
+    for cap in (None, 5.0):
+        logits = (3 * torch.randn(4, 10_007, generator=generator)).to(dtype)
+        # Where tanh is 1 in fp32, and where its exponential is beyond fp32.
+        logits[0, :4] = torch.tensor([80.0, -80.0, 1000.0, -1000.0]) if cap else 0.0
+        statistics = row_statistics(logits, labels, cap)
+        torch.testing.assert_close(launch_statistics(logits, labels, cap), statistics, rtol=1e-5, atol=1e-5)
+        losses, log_sum = merge_statistics(statistics[None])
+        assert losses.isinf().tolist() == [False, False, True, True]
+        ours, expected, factor = logits.clone(), logits.clone(), torch.rand(4, generator=generator)
+        launch_gradient(ours, labels, log_sum, factor, cap)
+        turn_into_gradient(expected, labels, log_sum, factor, cap)
+        torch.testing.assert_close(ours, expected, rtol=tolerance, atol=1e-6)
 """
 
 

@@ -457,6 +457,7 @@ ELSEWHERE = {
     "megatron/own_model.py": ("model.layer", "model.loss"),
     "features/of_extensions.py": ("model.features",),
     "megatron/gpt.py": (
+        "model.final_logit_softcapping",
         "model.z_loss_coeff",
         "model.max_position_embeddings",
         "model.position_embedding_type",

@@ -86,6 +86,8 @@ _MUP_KEYS = (
 _WINDOW_KEYS = ("window_size", "window_attn_skip_freq")
 # And one with value embeddings.
 _VALUE_KEYS = ("value_embedding_freq", "value_embedding_mult")
+# A model states these where they are not null.
+_OPTIONAL_KEYS = ("no_rope_freq", "final_logit_softcapping")
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
@@ -94,7 +96,7 @@ _LAYER = "model.layer"
 _UNSTATED = {
     _LAYER: LayerName.gpt.name,
     "model.use_mup": "false",
-    "model.no_rope_freq": "null",
+    **{f"model.{key}": "null" for key in _OPTIONAL_KEYS},
     "model.yarn_original_max_position_embeddings": "null",
     **{f"model.{key}": "null" for key in _WINDOW_KEYS},
     "model.value_embedding_freq": "null",
@@ -182,8 +184,7 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
     if model.use_mup:
         described |= _described(model, _MUP_KEYS)
-    if model.no_rope_freq is not None:
-        described |= _described(model, ["no_rope_freq"])
+    described |= _described(model, [key for key in _OPTIONAL_KEYS if getattr(model, key) is not None])
     if uses_yarn(model):
         described |= _described(model, ["yarn_original_max_position_embeddings"])
     if model.value_embedding_freq is not None:

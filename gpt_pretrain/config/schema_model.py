@@ -156,6 +156,11 @@ class ModelConfig:
     """The transformer layer: gpt, or one that an extension registers."""
     loss: LossName = key(before=LossName.cross_entropy, identity="model")
     """What training minimizes: cross_entropy, or a loss that an extension registers. Validation is cross entropy."""
+    final_logit_softcapping: float | None = key(
+        above=0, use="30 (Gemma 2) or another, or null", before=None, identity="model"
+    )
+    """Cap c of the logits: c · tanh(logits / c) replaces them, in the loss and wherever else they are used (Gemma 2 has
+    30); null: none."""
     z_loss_coeff: float = key(
         minimum=0,
         maximum=1,
@@ -164,7 +169,7 @@ class ModelConfig:
         unread=[_WITH_OWN_LOSS],
     )
     """Weight of (log z)² beside the cross entropy, z being the sum of a token's exponentiated logits: PaLM's is 1e-4.
-    The logged loss leaves it out."""
+    A cap comes first. The logged loss leaves it out."""
     qk_clip: bool = key(before=False, core=["TransformerConfig"])
     """After each step, shrink the query and key projections of heads whose attention logits exceeded
     qk_clip_threshold in it (MuonClip)."""

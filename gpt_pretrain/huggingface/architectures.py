@@ -146,6 +146,8 @@ def _unsupported(model: ModelConfig, architecture: Architecture) -> dict[str, st
     }
     if model.value_embedding_freq is not None:
         rules["value_embedding_freq"] = "which has null: no class of transformers adds them"
+    if model.final_logit_softcapping is not None:
+        rules["final_logit_softcapping"] = "which caps no logits"
     if architecture in _ONE_BIAS and model.qkv_bias and not model.bias:
         rules["qkv_bias"] = "which has biases in all of attention's projections or in none (model.bias=false)"
     if architecture is Architecture.llama and hidden % heads:

@@ -23,6 +23,7 @@ def linear_cross_entropy(
     chunk: int,
     accumulate: bool,
     z_loss: float = 0.0,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """Cross entropy of each token, [tokens] in fp32; differentiable in hidden states and weight.
 
@@ -41,12 +42,13 @@ def linear_cross_entropy(
         chunk: Tokens whose logits are held at once, at most `tokens`.
         accumulate: Add the weight's gradient to its main gradient, where it has one.
         z_loss: Weight of the penalty.
+        cap: What enters the softmax, and z, is `soft_cap` of the logits, in fp32; None: the logits.
     """
     wants_gradient = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     own_labels = labels - group.rank() * weight.size(0)
     accumulate = accumulate and hasattr(weight, "main_grad")
     losses: torch.Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
-        hidden, weight, own_labels, loss_gradient, group, chunk, accumulate, z_loss, wants_gradient
+        hidden, weight, own_labels, loss_gradient, group, chunk, accumulate, z_loss, cap, wants_gradient
     )
     return losses
 
@@ -59,6 +61,7 @@ def score_labels(
     *,
     chunk: int,
     num_tokens: int,
+    cap: float | None = None,
 ) -> torch.Tensor:
     """[tokens, 2], fp32: the cross entropy, and 1 where the label is not the likeliest token, else 0; no gradients.
 
@@ -71,6 +74,9 @@ def score_labels(
     for start in range(0, hidden.size(0), chunk):
         here = slice(start, start + chunk)
         logits = hidden[here] @ weight.t()
+        if cap is not None:
+            # Before padding gets its value, which a cap would raise.
+            logits = soft_cap(logits.float(), cap)
         # Not -inf: a rank may hold nothing but padding.
         logits[:, columns:] = torch.finfo(logits.dtype).min
         statistics = row_statistics(logits, labels[here] - first_column)
@@ -94,6 +100,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,
         accumulate: bool,
         z_loss: float,
+        cap: float | None,
         wants_gradient: bool,
     ) -> torch.Tensor:
         num_tokens, num_columns = hidden.size(0), weight.size(0)
@@ -110,11 +117,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
             here = slice(start, min(start + chunk, num_tokens))
             logits = buffer[: here.stop - start]
             torch.mm(hidden[here], weight.t(), out=logits)
-            losses[here], log_sum = merge_statistics(_of_all_ranks(row_statistics(logits, labels[here]), group))
+            losses[here], log_sum = merge_statistics(_of_all_ranks(row_statistics(logits, labels[here], cap), group))
             if hidden_gradient is not None:
                 # The penalty multiplies the softmax by 1 + 2 · z_loss · log z.
                 reduced = log_sum - torch.log1p(2 * z_loss * log_sum) if z_loss else log_sum
-                turn_into_gradient(logits, labels[here], reduced, loss_gradient[here])
+                turn_into_gradient(logits, labels[here], reduced, loss_gradient[here], cap)
                 torch.mm(logits, weight, out=hidden_gradient[here])
                 accumulate_weight_gradient(hidden[here], logits, weight_gradient)
         if wants_gradient and accumulate and not in_place:
@@ -138,7 +145,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight.grad_added_to_main_grad = True
             tied = getattr(weight, "zero_out_wgrad", False)
             returned = torch.zeros_like(weight) if tied else torch.empty_like(weight)
-        return hidden_gradient, returned, *[None] * 7
+        return hidden_gradient, returned, *[None] * 8
 
 
 def accumulate_weight_gradient(
@@ -169,8 +176,15 @@ def _of_all_ranks(statistics: torch.Tensor, group: torch.distributed.ProcessGrou
     return gathered.view(group.size(), numbers, rows)
 
 
-def row_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def soft_cap(logits: torch.Tensor, cap: float) -> torch.Tensor:
+    """The logits c held within ±cap, of their type: cap · tanh(c / cap) in fp32 (Gemma 2, arXiv 2408.00118)."""
+    return (cap * torch.tanh(logits.float() / cap)).to(logits.dtype)
+
+
+def row_statistics(logits: torch.Tensor, labels: torch.Tensor, cap: float | None = None) -> torch.Tensor:
     """[3, rows], fp32: the largest logit, the sum of exp(logit - largest), and the label's logit or -inf.
+
+    With a `cap` they are those of the capped logits (`soft_cap`).
 
     `logits` are [rows, columns], rows contiguous. `labels`, [rows], count from the first of these columns; they lie
     outside if another rank holds the column.
@@ -178,8 +192,8 @@ def row_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     if logits.is_cuda:
         from gpt_pretrain.kernels.layers_triton import launch_statistics
 
-        return launch_statistics(logits, labels)
-    values = logits.float()
+        return launch_statistics(logits, labels, cap)
+    values = logits.float() if cap is None else soft_cap(logits.float(), cap)
     largest = values.amax(dim=1)
     exponentials = torch.exp(values - largest[:, None]).sum(dim=1)
     here = (labels >= 0) & (labels < logits.size(1))
@@ -199,19 +213,26 @@ def merge_statistics(statistics: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def turn_into_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, loss_gradient: torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_sum: torch.Tensor,
+    loss_gradient: torch.Tensor,
+    cap: float | None = None,
 ) -> None:
     """Overwrites logits with the gradient of the rows' losses: (softmax - 1 at the label) · gradient of the loss.
 
-    Logits and labels are as for `row_statistics`; `log_sum` (from `merge_statistics`) and `loss_gradient` are fp32
-    [rows].
+    Logits, labels and cap are as for `row_statistics`; the slope of a cap, 1 - tanh²(logit / cap), multiplies the
+    gradient. `log_sum` (from `merge_statistics`) and `loss_gradient` are fp32 [rows].
     """
     if logits.is_cuda:
         from gpt_pretrain.kernels.layers_triton import launch_gradient
 
-        launch_gradient(logits, labels, log_sum, loss_gradient)
+        launch_gradient(logits, labels, log_sum, loss_gradient, cap)
         return
-    gradient = torch.exp(logits.float() - log_sum[:, None])
+    values = logits.float() if cap is None else soft_cap(logits.float(), cap)
+    gradient = torch.exp(values - log_sum[:, None])
     columns = torch.arange(logits.size(1), device=logits.device)
     gradient -= (columns == labels[:, None]).float()
+    if cap is not None:
+        gradient *= 1 - (values / cap).square()
     logits.copy_(gradient * loss_gradient[:, None])

@@ -141,7 +141,15 @@ def launch_qkv_rope(mixed: torch.Tensor, parts: Sequence[torch.Tensor], angles: 
 
 
 @triton.jit
-def _statistics_kernel(logits, labels, statistics, num_rows, num_columns: tl.constexpr, BLOCK: tl.constexpr):
+def _tanh(values):
+    # Its error is 1e-7 everywhere: relative to a capped logit's own fp32 rounding that is enough.
+    return 1 - 2 / (tl.exp(2 * values) + 1)
+
+
+@triton.jit
+def _statistics_kernel(
+    logits, labels, statistics, num_rows, num_columns: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * num_columns
     label = tl.load(labels + row)
@@ -149,18 +157,26 @@ def _statistics_kernel(logits, labels, statistics, num_rows, num_columns: tl.con
     exponentials = 0.0
     for start in range(0, num_columns, BLOCK):
         columns = start + tl.arange(0, BLOCK)
-        values = tl.load(logits + columns, mask=columns < num_columns, other=-float("inf")).to(tl.float32)
+        inside = columns < num_columns
+        values = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
+        if CAP > 0:
+            values = tl.where(inside, CAP * _tanh(values / CAP), -float("inf"))
         larger = tl.maximum(largest, tl.max(values))
         exponentials = exponentials * tl.exp(largest - larger) + tl.sum(tl.exp(values - larger))
         largest = larger
     here = (label >= 0) & (label < num_columns)
     tl.store(statistics + row, largest)
     tl.store(statistics + num_rows + row, exponentials)
-    tl.store(statistics + 2 * num_rows + row, tl.load(logits + label, mask=here, other=-float("inf")).to(tl.float32))
+    labelled = tl.load(logits + label, mask=here, other=-float("inf")).to(tl.float32)
+    if CAP > 0:
+        labelled = tl.where(here, CAP * _tanh(labelled / CAP), -float("inf"))
+    tl.store(statistics + 2 * num_rows + row, labelled)
 
 
 @triton.jit
-def _gradient_kernel(logits, labels, log_sum, loss_gradient, num_columns: tl.constexpr, BLOCK: tl.constexpr):
+def _gradient_kernel(
+    logits, labels, log_sum, loss_gradient, num_columns: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0)
     logits += row.to(tl.int64) * num_columns
     label = tl.load(labels + row)
@@ -170,25 +186,35 @@ def _gradient_kernel(logits, labels, log_sum, loss_gradient, num_columns: tl.con
         columns = start + tl.arange(0, BLOCK)
         inside = columns < num_columns
         values = tl.load(logits + columns, mask=inside, other=-float("inf")).to(tl.float32)
-        gradient = (tl.exp(values - shift) - (columns == label).to(tl.float32)) * factor
+        slope = factor
+        if CAP > 0:
+            share = _tanh(values / CAP)
+            values, slope = CAP * share, factor * (1 - share * share)
+        gradient = (tl.exp(values - shift) - (columns == label).to(tl.float32)) * slope
         tl.store(logits + columns, gradient.to(logits.dtype.element_ty), mask=inside)
 
 
-def launch_statistics(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def launch_statistics(logits: torch.Tensor, labels: torch.Tensor, cap: float | None = None) -> torch.Tensor:
     """See `cross_entropy.row_statistics`."""
     num_rows, num_columns = logits.shape
     statistics = torch.empty(3, num_rows, dtype=torch.float32, device=logits.device)
     _statistics_kernel[(num_rows,)](
-        logits, labels, statistics, num_rows, num_columns, BLOCK=_LOGITS_BLOCK, num_warps=_STATISTICS_WARPS
-    )
+        logits, labels, statistics, num_rows, num_columns,
+        CAP=cap or 0.0, BLOCK=_LOGITS_BLOCK, num_warps=_STATISTICS_WARPS,
+    )  # fmt: skip
     return statistics
 
 
 def launch_gradient(
-    logits: torch.Tensor, labels: torch.Tensor, log_sum: torch.Tensor, loss_gradient: torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    log_sum: torch.Tensor,
+    loss_gradient: torch.Tensor,
+    cap: float | None = None,
 ) -> None:
     """See `cross_entropy.turn_into_gradient`."""
     num_rows, num_columns = logits.shape
     _gradient_kernel[(num_rows,)](
-        logits, labels, log_sum, loss_gradient, num_columns, BLOCK=_LOGITS_BLOCK, num_warps=_GRADIENT_WARPS
-    )
+        logits, labels, log_sum, loss_gradient, num_columns,
+        CAP=cap or 0.0, BLOCK=_LOGITS_BLOCK, num_warps=_GRADIENT_WARPS,
+    )  # fmt: skip

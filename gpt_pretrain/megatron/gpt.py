@@ -113,6 +113,7 @@ class GPT(GPTModel):  # type: ignore[misc]  # megatron-core has no types
             )
             self.output_layer.weight = weight
             self.output_layer.z_loss_coeff = self._spec.model.z_loss_coeff
+            self.output_layer.cap = self._spec.model.final_logit_softcapping
             self.output_layer.num_tokens = self._spec.model.vocab_size
             self.output_layer.output_mult = output_mult(self._spec.model)
         super().setup_embeddings_and_output_layer()

@@ -22,7 +22,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
 )
 
-from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy, score_labels
+from gpt_pretrain.kernels.cross_entropy import linear_cross_entropy, score_labels, soft_cap
 from gpt_pretrain.run.products import chunk_tokens
 
 
@@ -59,7 +59,9 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
     """Tokens that go through the head together; None: `run.products.chunk_tokens`."""
     z_loss_coeff: float = 0.0
     output_mult: float = 1.0
-    """What logits are multiplied by (`features.mup`)."""
+    """What logits are multiplied by (`features.mup`), before the cap."""
+    cap: float | None = None
+    """`model.final_logit_softcapping`: logits are capped wherever they come from."""
     num_tokens: int
     """Of the vocabulary, without its padding."""
 
@@ -82,7 +84,8 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
             # On this side of the head, gradients are scaled like logits whatever computes the loss.
             input_ = input_ * self.output_mult
         if labels is None:
-            return super().forward(input_, weight, runtime_gather_output)  # type: ignore[no-any-return]
+            logits, bias = super().forward(input_, weight, runtime_gather_output)
+            return (logits if self.cap is None else soft_cap(logits, self.cap)), bias
         if self.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(input_, tensor_parallel_output_grad=True, group=self.tp_group)
         else:
@@ -91,7 +94,13 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
         chunk = self.tokens_at_once or chunk_tokens(rows.size(0), weight.size(0))
         if loss_gradient is None:
             scores = score_labels(
-                rows, weight, labels.t().reshape(-1), self.tp_group, chunk=chunk, num_tokens=self.num_tokens
+                rows,
+                weight,
+                labels.t().reshape(-1),
+                self.tp_group,
+                chunk=chunk,
+                num_tokens=self.num_tokens,
+                cap=self.cap,
             )
             return scores.view(*labels.t().shape, 2).transpose(0, 1).contiguous(), None
         losses = linear_cross_entropy(
@@ -103,6 +112,7 @@ class LossHead(ColumnParallelLinear):  # type: ignore[misc]
             chunk=chunk,
             accumulate=self.gradient_accumulation_fusion,
             z_loss=self.z_loss_coeff,
+            cap=self.cap,
         )
         return losses.view(labels.size(1), labels.size(0)).t().contiguous(), None
 

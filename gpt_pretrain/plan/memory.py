@@ -232,6 +232,9 @@ def _logits_bytes(spec: RunSpec, head: Linear) -> float:
         return values * element_bytes(spec) + weight_gradient
     compiled = kernels.cross_entropy_fusion_impl is CrossEntropyFusion.native
     per_logit = element_bytes(spec) if element_bytes(spec) == 4 else 2 + 4 + (4 if compiled else 0)
+    if model.final_logit_softcapping is not None:
+        # The capped logits, and the tanh in fp32 for the gradient.
+        per_logit += element_bytes(spec) + 4
     return head.tokens * columns * per_logit
 
 

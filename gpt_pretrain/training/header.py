@@ -18,7 +18,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
     uses_yarn,
 )
-from gpt_pretrain.config.errors import ConfigError, counted, written
+from gpt_pretrain.config.errors import ConfigError, counted, show, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict, load_saved_config
 from gpt_pretrain.config.mixtures import describe_lengths
@@ -257,6 +257,7 @@ def describe_run(setup: Setup) -> dict[str, Mapping[str, str]]:
             f"{describe_positions(model)}",
             "vocabulary": f"{model.vocab_size:,}, padded to {padded_vocab_size(model):,}",
             "parameters": f"{setup.trainable.model.num_parameters:,}",
+            **({"logits": f"capped at ±{show(cap)}"} if (cap := model.final_logit_softcapping) is not None else {}),
             **({"muP": describe_mup(model)} if model.use_mup else {}),
             "FLOPs per token": _describe_flops(setup),
         },

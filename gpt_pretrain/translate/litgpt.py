@@ -32,6 +32,7 @@ _TABLE: Mapping[str, Row] = {
     **becomes("""
     model_config.n_layer=model.num_layers .n_embd=model.hidden_size .n_head=model.num_attention_heads
     .block_size=model.max_position_embeddings .norm_eps=model.layernorm_epsilon .norm_qk=model.qk_layernorm
+    .final_logit_softcapping=model.final_logit_softcapping
     .bias=model.bias .rotary_percentage=model.rotary_percentage .moe_intermediate_size=model.moe_ffn_hidden_size
     train.micro_batch_size=model.micro_batch_size .global_batch_size=model.global_batch_size
     .log_interval=trainer.log_every_n_steps .lr_warmup_steps=model.optim.sched.warmup_steps

@@ -1,4 +1,4 @@
-"""Two ranks share the vocabulary of an LM head with a penalty on log z: FOLDER, where rank r writes r.pt."""
+"""Two ranks share the vocabulary of an LM head with a penalty on log z: FOLDER CAP, where rank r writes FOLDER/r.pt."""
 
 import sys
 from pathlib import Path
@@ -18,7 +18,7 @@ Z_LOSS, CHUNK = 0.02, 16
 
 
 def main() -> None:
-    folder = Path(sys.argv[1])
+    folder, cap = Path(sys.argv[1]), float(sys.argv[2]) or None
     install_cpu_device()
     launch = read_launch()
     hidden, weight, labels, loss_gradient = torch.load(folder / "head.pt")
@@ -27,7 +27,7 @@ def main() -> None:
         hidden = hidden.requires_grad_()
         part = torch.nn.Parameter(weight.chunk(2)[launch.rank].clone())
         losses = linear_cross_entropy(
-            hidden, part, labels, loss_gradient, group, chunk=CHUNK, accumulate=False, z_loss=Z_LOSS
+            hidden, part, labels, loss_gradient, group, chunk=CHUNK, accumulate=False, z_loss=Z_LOSS, cap=cap
         )
         losses.backward(loss_gradient)
     torch.save((losses.detach(), hidden.grad, part.grad), folder / f"{launch.rank}.pt")
