@@ -92,6 +92,10 @@ def test_what_megatron_lm_cannot_do_is_told():
             ["model=llama3_8b", "data=mock", "model.use_mup=true", "model.mup_base_hidden_size=256"],
             "model.use_mup=true",
         ),
+        (
+            ["model=llama3_8b", "data=mock", "model.final_logit_softcapping=15"],
+            "model.final_logit_softcapping=15.0",
+        ),
     ],
 )
 def test_another_model_and_other_data_are_refused(overrides, told):
