@@ -46,6 +46,7 @@ SMALL = (
         pytest.param(["model=tiny", *RECOMPUTED], id="full recompute"),
         pytest.param(["model=tiny", "model.activation=squared_relu"], id="squared relu"),
         pytest.param(["model=tiny", "model.activation=squared_relu", "model.cuda_graph_impl=local"], id="its graphs"),
+        pytest.param(["model=tiny", "model.final_logit_softcapping=15"], id="capped logits"),
         pytest.param(["model=tiny", "model.data.num_workers=2"], id="workers"),
     ],
 )

@@ -86,10 +86,11 @@ def feature[F: type[Any]](name: str) -> Callable[[F], F]:
 def loss(name: str) -> Callable[[TokenLosses], TokenLosses]:
     """Registers a function that computes token losses from logits, as a decorator; `model.loss=NAME` chooses it.
 
-    It is called as `function(logits, labels, config)` for each microbatch: logits [b, s, v] in the run's precision, of
-    the whole vocabulary, padding included, also under tensor parallelism, where each rank gets the gradient of its
-    part; labels [b, s], int64. Under context parallelism s is this rank's part of the sequence. It returns losses
-    [b, s] of any floating type; the run leaves out masked tokens and averages. Compute in fp32.
+    It is called as `function(logits, labels, config)` for each microbatch: logits [b, s, v] in the run's precision,
+    capped if the run caps them, of the whole vocabulary, padding included, also under tensor parallelism, where each
+    rank gets the gradient of its part; labels [b, s], int64. Under context parallelism s is this rank's part of the
+    sequence. It returns losses [b, s] of any floating type; the run leaves out masked tokens and averages. Compute in
+    fp32.
 
     Training uses it. Validation stays cross entropy, so that runs with different losses can be compared.
     """
