@@ -96,6 +96,7 @@ def test_what_megatron_lm_cannot_do_is_told():
             ["model=llama3_8b", "data=mock", "model.final_logit_softcapping=15"],
             "model.final_logit_softcapping=15.0",
         ),
+        (["model=llama3_8b", "data=mock", "model.value_embedding_freq=2"], "model.value_embedding_freq=2"),
     ],
 )
 def test_another_model_and_other_data_are_refused(overrides, told):

@@ -46,7 +46,7 @@ model.layer .features .use_mup .num_layers .hidden_size .ffn_hidden_size .num_at
 .kv_channels .vocab_size .max_position_embeddings .position_embedding_type .rotary_percentage .rotary_base
 .rope_scaling_factor .yarn_original_max_position_embeddings .no_rope_freq
 .normalization .layernorm_epsilon .activation .bias .qkv_bias .qk_layernorm
-.window_size .window_attn_skip_freq .final_logit_softcapping
+.window_size .window_attn_skip_freq .final_logit_softcapping .value_embedding_freq .value_embedding_mult
 .share_embeddings_and_output_weights .num_moe_experts .moe_ffn_hidden_size .moe_router_topk
 """)
 
