@@ -1,13 +1,14 @@
-"""`launch_qkv_rope` beside the rotation written out in fp64; interpreted on a CPU, compiled on a GPU."""
+"""The kernels of `split_and_rotate` beside norms and rotation in fp64; interpreted on a CPU, compiled on a GPU."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from unittest.mock import Mock, patch
 
 import torch
 
-from gpt_pretrain.kernels import layers_triton
-from gpt_pretrain.kernels.layers_triton import launch_qkv_rope
-from gpt_pretrain.kernels.qkv_rope import split_and_rotate
+from gpt_pretrain.kernels import qkv_rope_triton
+from gpt_pretrain.kernels.qkv_rope import HeadNorms, split_and_rotate
 from tests import emulated_training
 
 
@@ -24,6 +25,9 @@ class Shape:
     turned: int
 
 
+EPSILON = 1e-5
+# By whether queries and keys are normalized.
+LAUNCHES = {False: ["launch_qkv_rope"], True: ["launch_qkv_norm_rope", "launch_qkv_norm_rope_back"]}
 SHAPES = {
     # No multiple of the tokens of a program, and an odd number of sequences.
     "grouped": Shape(length=11, batch=3, groups=3, heads=4, width=32, turned=32),
@@ -76,36 +80,56 @@ def make_gradients(shape: Shape, dtype: torch.dtype, device: str, kind: str) -> 
     return parts
 
 
-def split_and_rotate_in_fp64(mixed: torch.Tensor, angles: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
-    """What `split_and_rotate` computes, from angles in fp32 on, by complex numbers."""
+def make_norms(width: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Weights of queries and of keys, one of them zero and some negative."""
+    weights = 0.5 + torch.randn(2, width, generator=torch.Generator().manual_seed(8))
+    weights[:, 1] = 0.0
+    return [weight.clone().requires_grad_() for weight in weights.to(device, dtype)]
+
+
+def split_and_rotate_in_fp64(
+    mixed: torch.Tensor, angles: torch.Tensor, width: int, norms: Sequence[torch.Tensor] = ()
+) -> tuple[torch.Tensor, ...]:
+    """What `split_and_rotate` computes, from angles in fp32 on, by complex numbers; of fp64 tensors."""
     length, batch, groups, of_group = mixed.shape
     half = angles.size(-1) // 2
-    heads = mixed.double().view(length, batch, groups, of_group // width, width)
+    heads = mixed.view(length, batch, groups, of_group // width, width)
+    if norms:
+        weights = [norms[0]] * (of_group // width - 2) + [norms[1]]
+        rotated = heads[..., :-1, :]
+        normalized = rotated / (rotated.square().mean(-1, keepdim=True) + EPSILON).sqrt() * torch.stack(weights)
+        heads = torch.cat([normalized, heads[..., -1:, :]], dim=-2)
     turns = torch.polar(torch.ones((), dtype=torch.float64, device=mixed.device), angles.double()[:length, ..., :half])
     rotated = torch.complex(heads[..., :half], heads[..., half : 2 * half]) * turns[:, :, None]
     turned = torch.cat([rotated.real, rotated.imag, heads[..., 2 * half :]], dim=-1)
     return turned[..., :-2, :].flatten(2, 3), turned[..., -2, :], heads[..., -1, :]
 
 
-def _assert_close(ours: torch.Tensor, exactly: torch.Tensor, rtol: float, of: str) -> None:
-    torch.testing.assert_close(ours.double(), exactly, rtol=rtol, atol=1e-6, msg=lambda message: f"{of}: {message}")
+def _assert_close(ours: torch.Tensor, exactly: torch.Tensor, rtol: float, of: str, *, num_terms: int = 8) -> None:
+    """Within the rounding of the result, and of fp32 in each of the terms that it sums, which are about one in size."""
+    atol = num_terms * 2**-23
+    torch.testing.assert_close(ours.double(), exactly, rtol=rtol, atol=atol, msg=lambda message: f"{of}: {message}")
 
 
-def check_against_fp64(device: str, dtype: torch.dtype, rtol: float) -> None:
-    """Queries, keys, values and the projection's gradient, of all shapes and kinds of gradients.
+def check_against_fp64(device: str, dtype: torch.dtype, rtol: float, *, normalizes: bool) -> None:
+    """Queries, keys, values and all gradients, of all shapes and kinds of gradients.
 
     Args:
         device: Where to compute.
-        dtype: Of the projection.
+        dtype: Of the projection and of the norms' weights.
         rtol: Its rounding.
+        normalizes: Queries and keys, before they are rotated.
     """
     for name, shape in SHAPES.items():
         # More positions than the sequences have.
         angles = make_angles(shape.length + 3, shape.turned, device)
         mixed = make_mixed(shape, dtype, device).requires_grad_()
-        exact = mixed.detach().double().requires_grad_()
-        parts = split_and_rotate(mixed, angles, angles, [shape.heads * shape.width, shape.width, shape.width])
-        expected = split_and_rotate_in_fp64(exact, angles, shape.width)
+        norms = make_norms(shape.width, dtype, device) if normalizes else []
+        inputs = [mixed, *norms]
+        exact = [each.detach().double().requires_grad_() for each in inputs]
+        widths = head_norms(shape.width, *norms) if norms else [shape.heads * shape.width, shape.width, shape.width]
+        parts = split_and_rotate(mixed, angles, angles, widths)
+        expected = split_and_rotate_in_fp64(exact[0], angles, shape.width, exact[1:])
         assert all(part.is_contiguous() and part.dtype is dtype for part in parts)
         for part, exactly in zip(parts, expected, strict=True):
             _assert_close(part, exactly, rtol, name)
@@ -113,32 +137,68 @@ def check_against_fp64(device: str, dtype: torch.dtype, rtol: float) -> None:
         assert torch.equal(parts[2].double(), expected[2])
         for kind in ("contiguous", "joined", "different", "spread"):
             gradients = make_gradients(shape, dtype, device, kind)
-            (of_mixed,) = torch.autograd.grad(parts, mixed, gradients, retain_graph=True)
-            (exactly,) = torch.autograd.grad(
-                expected, exact, [gradient.double() for gradient in gradients], retain_graph=True
-            )
-            assert of_mixed.dtype is dtype
-            _assert_close(of_mixed, exactly, rtol, f"{name}, {kind}")
+            ours = torch.autograd.grad(parts, inputs, gradients, retain_graph=True)
+            exactly = torch.autograd.grad(expected, exact, [each.double() for each in gradients], retain_graph=True)
+            heads = shape.length * shape.batch * shape.groups * shape.heads
+            for of_ours, of_exact, num_terms in zip(ours, exactly, [16, heads, heads][: len(ours)], strict=True):
+                assert of_ours.dtype is dtype
+                _assert_close(of_ours, of_exact, rtol, f"{name}, {kind}", num_terms=num_terms)
 
 
-def check_training(*overrides: str) -> None:
+def head_norms(width: int, query_weight: torch.Tensor, key_weight: torch.Tensor) -> HeadNorms:
+    """What layers hand to `split_and_rotate`."""
+    return HeadNorms(width=width, query_weight=query_weight, key_weight=key_weight, epsilon=EPSILON)
+
+
+def check_sums_of_programs() -> None:
+    """Norms' gradients where each program takes several blocks of tokens: the same, but for the order of the sum."""
+    shape = Shape(length=41, batch=3, groups=2, heads=2, width=16, turned=12)
+    angles, norms = make_angles(shape.length, shape.turned, "cpu"), make_norms(shape.width, torch.float32, "cpu")
+    mixed = make_mixed(shape, torch.float32, "cpu").requires_grad_()
+    gradients = make_gradients(shape, torch.float32, "cpu", "joined")
+    found = []
+    for num_programs in (qkv_rope_triton._NORM_PROGRAMS, 6):
+        with patch.object(qkv_rope_triton, "_NORM_PROGRAMS", num_programs):
+            parts = split_and_rotate(mixed, angles, angles, head_norms(shape.width, *norms))
+            found.append(torch.autograd.grad(parts, [mixed, *norms], gradients))
+    assert torch.equal(found[0][0], found[1][0])
+    for one, other in zip(*(each[1:] for each in found), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5)
+
+
+def check_training(*overrides: str, normalizes: bool) -> None:
     """A tiny model in this process, on megatron-core's local layers: losses as with separate operations, in fp32.
 
     Args:
         *overrides: Of the configuration.
+        normalizes: Queries and keys.
     """
-    curves = {}
+    curves, gradients = {}, {}
     for fused in (False, True):
-        asked = f"model.fused_single_qkv_rope={str(fused).lower()}"
+        asked = f"model.fused_single_qkv_rope={str(fused).lower()}", f"model.qk_layernorm={str(normalizes).lower()}"
         with (
-            patch.object(layers_triton, "launch_qkv_rope", Mock(wraps=launch_qkv_rope)) as launches,
-            emulated_training.emulated_training("trainer.precision=fp32", asked, *overrides) as training,
+            counted_launches(normalizes=normalizes) as launches,
+            emulated_training.emulated_training("trainer.precision=fp32", *asked, *overrides) as training,
         ):
             curves[fused] = [training.step() for _ in range(3)] + [training.validate()]
+            calls = sum(launch.call_count for launch in launches)
+            gradients[fused] = training.gradients()
         # Each layer: three steps of two microbatches forward and back, and a validation of two.
-        joins = [call.kwargs["joins"] for call in launches.call_args_list]
-        layers = training.config.model.num_layers
-        assert (joins.count(False), joins.count(True)) == ((8 * layers, 6 * layers) if fused else (0, 0))
+        assert calls == (14 * training.config.model.num_layers if fused else 0)
     separate, ours = torch.tensor(curves[False]), torch.tensor(curves[True])
     assert separate[2] < separate[0] - 0.1
     torch.testing.assert_close(ours, separate, rtol=1e-5, atol=0)
+    assert gradients[True].keys() == gradients[False].keys()
+    assert any("q_layernorm.weight" in name for name in gradients[True]) is normalizes
+    for name, gradient in gradients[True].items():
+        torch.testing.assert_close(gradient, gradients[False][name], rtol=1e-3, atol=1e-5)
+
+
+@contextmanager
+def counted_launches(*, normalizes: bool) -> Iterator[list[Mock]]:
+    """Launches, which count their calls, of the kernels with or without norms."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(patch.object(qkv_rope_triton, name, Mock(wraps=getattr(qkv_rope_triton, name))))
+            for name in LAUNCHES[normalizes]
+        ]

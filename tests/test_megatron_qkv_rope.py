@@ -6,6 +6,7 @@ from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEm
 
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.plan.stages import layer_activations, plan_stages
 from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
 from tests.refusals import compose_quickly
@@ -15,16 +16,27 @@ ASKED = "model.fused_single_qkv_rope=true"
 # Triton's interpreter rounds FP16 as GPUs do, and cuts BF16 off.
 INTERPRETED = """
 import torch
-from tests.qkv_ropes import check_against_fp64, check_training
-check_against_fp64("cpu", torch.float32, 1e-6)
-check_against_fp64("cpu", torch.float16, 1.01 * 2**-11)
+from tests.qkv_ropes import check_against_fp64, check_sums_of_programs, check_training
+check_against_fp64("cpu", torch.float32, {rtol}, normalizes={normalizes})
+check_against_fp64("cpu", torch.float16, 1.01 * 2**-11, normalizes={normalizes})
+check_against_fp64("cpu", torch.bfloat16, 1.01 * 2**-7, normalizes={normalizes})
 check_training("model.num_query_groups=2", "model.rotary_percentage=0.5", "model.encoder_seq_length=16",
-    "model.num_layers=1")
+    "model.num_layers=1", "model.normalization=rmsnorm", normalizes={normalizes})
+{more}
 """
 
 
 def test_the_kernel_interpreted_rotates_and_trains_as_separate_operations_do():
-    interpret_kernels(INTERPRETED)
+    interpret_kernels(INTERPRETED.format(rtol=1e-6, normalizes=False, more=""))
+
+
+def test_the_kernel_interpreted_normalizes_and_trains_as_separate_operations_do():
+    interpret_kernels(INTERPRETED.format(rtol=2e-6, normalizes=True, more="check_sums_of_programs()"))
+
+
+def test_tensor_parallel_ranks_get_the_gradients_of_separate_norms():
+    program = "import sys; from tests.programs.normalized_layouts import main; sys.argv[1:] = [{!r}]; main()"
+    interpret_kernels(program.format("trainer.precision=fp32"), num_ranks=2)
 
 
 @pytest.mark.parametrize("share", [1.0, 0.3])
@@ -64,6 +76,10 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
             ("model.rope_scaling_factor=4", "model.yarn_original_max_position_embeddings=64"),
             "model.yarn_original_max_position_embeddings=64",
         ),
+        (
+            ("model.qk_layernorm=true", "model.normalization=layernorm"),
+            "model.qk_layernorm=true with model.normalization=layernorm",
+        ),
         (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )
@@ -75,3 +91,18 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
     assert message.endswith("use null or false")
     assert broken_rules(*start, *overrides) == []
     assert not spec_of(compose_quickly([*start, *overrides]), H200).kernels.features["fused_single_qkv_rope"]
+
+
+@pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
+def test_null_takes_it_with_norms_too_and_the_plan_counts_the_projection(model):
+    specs = {
+        asked: spec_of(compose_quickly([f"model={model}", "data=mock", f"model.fused_single_qkv_rope={asked}"]), H200)
+        for asked in ("null", "false")
+    }
+    assert [spec.kernels.features["fused_single_qkv_rope"] for spec in specs.values()] == [True, False]
+    layer = plan_stages(specs["null"])[0].layers[0]
+    fused, separate = (layer_activations(spec, layer).attention_block for spec in specs.values())
+    made = specs["null"].model
+    tokens, values = made.micro_batch_size * made.encoder_seq_length, made.num_query_groups * made.kv_channels
+    # The values in BF16 more; no statistic in fp32 of each head of queries and keys.
+    assert fused - separate == tokens * (2 * values - 4 * (made.num_attention_heads + made.num_query_groups))

@@ -118,7 +118,7 @@ class Feature:
         """Changes this rank's model chunks once they are built, before data parallelism wraps them."""
 
     def build_into_layer(self, layer: Any, model: ModelConfig) -> None:
-        """Changes megatron-core's spec of a Transformer Engine layer, a `ModuleSpec`."""
+        """Changes megatron-core's spec of a layer, a `ModuleSpec`."""
 
     def cast_bytes(self, kind: str, recipe: Recipe, of_input: float, of_gradient: float) -> tuple[float, float]:
         """Bytes per value that casts of a linear layer's input and of its output's gradient read and write.

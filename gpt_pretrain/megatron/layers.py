@@ -211,8 +211,6 @@ def build_layer_spec(
             moe_grouped_gemm=config.moe_grouped_gemm,
             qk_layernorm=config.qk_layernorm,
         )
-        for feature in used_features(spec):
-            feature.build_into_layer(layer, spec.model)
         if kernels.moe_grouped_kernel is MoeGroupedKernel.triton:
             from gpt_pretrain.megatron.te_layers import with_one_kernel
 
@@ -225,6 +223,8 @@ def build_layer_spec(
             attention.core_attention = TorchAttention
         # megatron-core would use TE's final norm wherever TE is installed.
         norm = local_layers.layer_norm(rms_norm=config.normalization == "RMSNorm")
+    for feature in used_features(spec):
+        feature.build_into_layer(layer, spec.model)
     if spec.model.data.inter_document_masking:
         attention.core_attention = document_attention(spec, attention.core_attention)
     layer = own_layer(spec, layer)

@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from gpt_pretrain.config.choices import CrossEntropyFusion, Fp8Backend, MoeGroupedKernel
 from gpt_pretrain.config.derived import attended_tokens, kv_channels
 from gpt_pretrain.config.recipes import Recipe
-from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature
+from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.features.registry import used_features
 from gpt_pretrain.plan.experts import token_dispatch
 from gpt_pretrain.plan.machine import EFFICIENCY
@@ -90,8 +90,9 @@ def _attention_s(gpu: Gpu, spec: RunSpec, tokens: int) -> float:
     return flops / (gpu.bf16_tflops * 1e12 * reached) + 3 * EFFICIENCY.kernel_s
 
 
-def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
+def _elementwise_bytes(spec: RunSpec, layer: list[Linear]) -> float:
     """Bytes that norms, residuals, rotary embeddings and the activation read and write, forward and backward."""
+    model = spec.model
     qkv, *_, fc1_layer, fc2_layer = layer
     tokens, local, rows = qkv.tokens, qkv.local_tokens, fc1_layer.tokens * fc1_layer.count
     projected, inner, fc1 = qkv.out_features, fc2_layer.in_features, fc1_layer.out_features
@@ -100,8 +101,10 @@ def _elementwise_bytes(model: ModelConfig, layer: list[Linear]) -> float:
     activation = (fc1 + inner) + (2 * fc1 + inner)
     if model.num_moe_experts is not None:
         activation += WEIGHTED_ACTIVATION_BYTES // 2 * inner
-    # A norm reads and writes its values forward, and reads two tensors and writes one backward.
-    rotary_or_copy = (4 + 5 * model.qk_layernorm) * projected
+    # A norm reads and writes its values forward, and reads two tensors and writes one backward. In the kernel that
+    # rotates them it only reads them once more, backward.
+    norm = 1 if spec.kernels.features[QkvRope.key] else 5
+    rotary_or_copy = (4 + norm * model.qk_layernorm) * projected
     bias = (projected if model.bias or model.qkv_bias else 0) + (fc1 + 2 * model.hidden_size if model.bias else 0)
     return 2.0 * (stream + rows * activation + tokens * (rotary_or_copy / 2 + bias))
 
@@ -131,7 +134,7 @@ def layer_s(gpu: Gpu, spec: RunSpec, layer: list[Linear]) -> dict[str, float]:
             # A BF16 gradient of its own, added to the fp32 one: read 2 + 4, write 4.
             seconds["gradient accumulation"] += memory_s(gpu, linear.num_weights * 10)
     seconds["attention"] = _attention_s(gpu, spec, layer[0].tokens)
-    elementwise = _elementwise_bytes(spec.model, layer)
+    elementwise = _elementwise_bytes(spec, layer)
     seconds["norms, activation, residuals"] = memory_s(gpu, elementwise, ELEMENTWISE_KERNELS)
     if spec.model.num_moe_experts is not None:
         seconds["routing and permutation"] = _routing_s(gpu, spec, layer)
@@ -144,7 +147,7 @@ def recompute_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], *, whole: bool) ->
     forward = _attention_s(gpu, spec, layer[0].tokens) * 2 / ATTENTION_PRODUCTS
     if whole:
         forward += sum(gemm_s(gpu, gemms(linear)[0], recipe) for linear in layer)
-        forward += memory_s(gpu, _elementwise_bytes(spec.model, layer) / 3)
+        forward += memory_s(gpu, _elementwise_bytes(spec, layer) / 3)
         if recipe is not None:
             in_fp8 = [linear for linear in layer if linear.precision == "fp8"]
             forward += sum(_cast_s(gpu, linear, recipe) / 2 for linear in in_fp8)

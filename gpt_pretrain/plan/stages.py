@@ -18,6 +18,7 @@ from gpt_pretrain.config.derived import (
     uses_distributed_optimizer,
 )
 from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.features.qkv_rope import QkvRope
 from gpt_pretrain.megatron.core_fields import Dtype, params_dtype
 from gpt_pretrain.plan.experts import token_dispatch
 from gpt_pretrain.run.fp8 import Fp8Settings
@@ -229,8 +230,12 @@ def layer_activations(spec: RunSpec, layer: Sequence[Linear]) -> LayerActivation
     fp8_attention = fp8 is not None and fp8.dot_product_attention
     projected = tokens * (heads + 2 * num_query_groups(model) // tp) * width * (1 if fp8_attention else element)
     attended = tokens * heads * width
-    # The norms of queries and keys keep their inputs.
-    normalized = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
+    # The norms of queries and keys keep their inputs and a number for each, or the kernel that also rotates the
+    # projection's output.
+    if kernels.features[QkvRope.key]:
+        normalized = model.qk_layernorm * tokens * (heads + 2 * num_query_groups(model) // tp) * width * element
+    else:
+        normalized = model.qk_layernorm * tokens * (heads + num_query_groups(model) // tp) * (width * element + 4)
     # Attention keeps its output; the projection's input is the same tensor, or an FP8 copy beside it.
     projection_input = attended * input_bytes(spec, proj)
     shares_output = fp8 is None or proj.wgrad_precision != "fp8"

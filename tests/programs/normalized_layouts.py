@@ -1,0 +1,49 @@
+"""Two tensor parallel ranks with norms of queries and keys, in a kernel of their own and fused with the rotation.
+
+OVERRIDES. Gradients, reduced over the ranks, must agree as far as the precision goes.
+"""
+
+import sys
+
+import torch
+
+from gpt_pretrain.config.choices import Precision
+from gpt_pretrain.features.resolve import detect_platform
+from gpt_pretrain.launch.ranks import read_launch
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.parallel import process_groups
+from tests.emulated_training import TINY, build_training_of
+from tests.qkv_ropes import counted_launches
+from tests.refusals import compose_quickly
+from tests.rounding import gradient_tolerance
+
+
+def main() -> None:
+    install_cpu_device()
+    asked = "parallelism=tp2_sp", "model.num_query_groups=2", "model.qk_layernorm=true", "model.encoder_seq_length=16"
+    configs = {
+        fused: compose_quickly([*TINY, *asked, f"model.fused_single_qkv_rope={str(fused).lower()}", *sys.argv[1:]])
+        for fused in (False, True)
+    }
+    model = configs[True].model
+    gradients = {}
+    with process_groups(model, read_launch(), detect_platform()):
+        for fused, config in configs.items():
+            with counted_launches(normalizes=True) as launches:
+                training = build_training_of(config)
+                gradients[fused] = training.gradients()
+            assert bool(sum(launch.call_count for launch in launches)) is fused
+            for name, gradient in gradients[fused].items():
+                if "_layernorm.weight" in name and "self_attention" in name:
+                    (other,) = gradient.clone()[None]
+                    torch.distributed.broadcast(other, 0)
+                    assert torch.equal(gradient, other), f"{name} has different gradients on the ranks"
+    dtype = torch.bfloat16 if training.config.trainer.precision is Precision.bf16 else torch.float32
+    tolerance = gradient_tolerance(model, dtype)
+    for name, separate in gradients[False].items():
+        gap = float((gradients[True][name] - separate).norm() / separate.norm())
+        assert gap < tolerance, f"{name}: {gap} of {tolerance}"
+
+
+if __name__ == "__main__":
+    main()
