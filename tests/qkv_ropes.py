@@ -173,7 +173,7 @@ def check_training(*overrides: str, normalizes: bool) -> None:
         *overrides: Of the configuration.
         normalizes: Queries and keys.
     """
-    curves, gradients = {}, {}
+    curves, gradients, stored = {}, {}, {}
     for fused in (False, True):
         asked = f"model.fused_single_qkv_rope={str(fused).lower()}", f"model.qk_layernorm={str(normalizes).lower()}"
         with (
@@ -183,11 +183,14 @@ def check_training(*overrides: str, normalizes: bool) -> None:
             curves[fused] = [training.step() for _ in range(3)] + [training.validate()]
             calls = sum(launch.call_count for launch in launches)
             gradients[fused] = training.gradients()
+            state = training.chunks[0].sharded_state_dict()
+            stored[fused] = {name: (part.key, part.replica_id) for name, part in state.items()}
         # Each layer: three steps of two microbatches forward and back, and a validation of two.
         assert calls == (14 * training.config.model.num_layers if fused else 0)
     separate, ours = torch.tensor(curves[False]), torch.tensor(curves[True])
     assert separate[2] < separate[0] - 0.1
     torch.testing.assert_close(ours, separate, rtol=1e-5, atol=0)
+    assert stored[True] == stored[False]
     assert gradients[True].keys() == gradients[False].keys()
     assert any("q_layernorm.weight" in name for name in gradients[True]) is normalizes
     for name, gradient in gradients[True].items():

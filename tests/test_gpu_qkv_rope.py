@@ -133,7 +133,7 @@ def test_gradients_of_norms_repeat_to_the_bit():
 def test_layers_with_norms_train_as_with_separate_kernels(precision):
     weights = te_names(map_weights(build_reference(QWEN3), QWEN3))
     fp8 = [] if precision == "bf16" else [f"fp8={precision}"]
-    curves, steps = {}, 5
+    curves, stored, steps = {}, {}, 5
     for fusion in (SEPARATE, FUSED):
         overrides = *TE_BF16, *fp8, fusion, PLAIN_LOSS, "model.optim.lr=2e-4"
         with counted_launches(normalizes=True) as launches, built_training(QWEN3, weights, *overrides) as training:
@@ -141,6 +141,8 @@ def test_layers_with_norms_train_as_with_separate_kernels(precision):
             passes = steps * QWEN3.layers * len(training.batches)
             assert [launch.call_count for launch in launches] == ([passes] * 2 if fusion == FUSED else [0, 0])
             model = training.config.model
+            stored[fusion] = training.trainable.model.gpt_chunks[0].sharded_state_dict().keys()
+    assert stored[FUSED] == stored[SEPARATE]
     for step, (ours, separate) in enumerate(zip(curves[FUSED], curves[SEPARATE], strict=True), start=1):
         tolerance = loss_tolerance(model, torch.bfloat16, step) + (fp8_anew_tolerance(model, step) if fp8 else 0)
         assert ours == pytest.approx(separate, rel=tolerance)
