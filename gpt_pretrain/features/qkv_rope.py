@@ -16,7 +16,7 @@ _YARN = "it has no factor for cosines and sines, as YaRN needs"
 
 
 class QkvRope(FusedKernel):
-    """Split queries, keys and values, normalize and rotate in one kernel; null: with rope, without CUDA graphs."""
+    """Split queries, keys and values, normalize, rotate in one kernel; null: with rope, without QK norm and graphs."""
 
     key = "fused_single_qkv_rope"
     after = "apply_rope_fusion"
