@@ -258,9 +258,9 @@ RULES = [
             "model.compile=true",
             "model.cuda_graph_impl=local",
             "model.context_parallel_size=2",
-            "model.use_mup=true model.mup_base_hidden_size=64",
         )
     ),
+    Refused(f"{MUP} model.value_embedding_freq=2", "model.value_embedding_freq=2 model.use_mup=true"),
     Refused("model.value_embedding_mult=2.0", legal="model.value_embedding_mult=2.0 model.value_embedding_freq=2"),
     Refused("model.use_flash_attention=true model.qk_clip=true"),
     Refused("model.use_flash_attention=true model.log_max_attention_logit=true"),
