@@ -80,11 +80,14 @@ def _attention_class() -> type:
         return same
 
     class NormingAttention(SelfAttention):  # type: ignore[misc]  # megatron-core has no types
+        q_layernorm: Any
+        k_layernorm: Any
+
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # megatron-core leaves the projection in one piece only where both are identities.
-            for name in ("q_layernorm", "k_layernorm"):
-                setattr(self, name, as_identity(getattr(self, name)))
+            self.q_layernorm = as_identity(self.q_layernorm)
+            self.k_layernorm = as_identity(self.k_layernorm)
 
         @override
         def get_query_key_value_tensors(self, *args: Any, split_qkv: bool = True, **kwargs: Any) -> Any:
