@@ -32,7 +32,6 @@ from gpt_pretrain.config.derived import (
     num_query_groups,
     padded_vocab_size,
     uses_distributed_optimizer,
-    uses_yarn,
 )
 from gpt_pretrain.config.errors import UserError, written
 from gpt_pretrain.config.schema import ModelConfig
@@ -82,12 +81,14 @@ _MUP_KEYS = (
     "mup_base_head_dim",
     "mup_attn_scale_power",
 )
-# And one with a sliding window.
-_WINDOW_KEYS = ("window_size", "window_attn_skip_freq")
-# And one with value embeddings.
-_VALUE_KEYS = ("value_embedding_freq", "value_embedding_mult")
-# A model states these where they are not null.
-_OPTIONAL_KEYS = ("no_rope_freq", "final_logit_softcapping")
+# A model states these, each with what follows it, where the first is not null.
+_OPTIONAL_KEYS = (
+    ("no_rope_freq",),
+    ("final_logit_softcapping",),
+    ("yarn_original_max_position_embeddings",),
+    ("value_embedding_freq", "value_embedding_mult"),
+    ("window_size", "window_attn_skip_freq"),
+)
 # Values of keys that older checkpoints lack.
 _BEFORE = {"model.rope_scaling_factor": "null", "model.qk_layernorm": "false"}
 # Stated for other layers than the program's own.
@@ -96,10 +97,7 @@ _LAYER = "model.layer"
 _UNSTATED = {
     _LAYER: LayerName.gpt.name,
     "model.use_mup": "false",
-    **{f"model.{key}": "null" for key in _OPTIONAL_KEYS},
-    "model.yarn_original_max_position_embeddings": "null",
-    **{f"model.{key}": "null" for key in _WINDOW_KEYS},
-    "model.value_embedding_freq": "null",
+    **{f"model.{key}": "null" for keys in _OPTIONAL_KEYS for key in keys},
     "model.value_embedding_mult": "1.0",
 }
 _LAYOUT_KEYS = (
@@ -184,13 +182,9 @@ def describe_weights(model: ModelConfig) -> dict[str, str]:
         described["model.moe_ffn_hidden_size"] = str(moe_ffn_hidden_size(model))
     if model.use_mup:
         described |= _described(model, _MUP_KEYS)
-    described |= _described(model, [key for key in _OPTIONAL_KEYS if getattr(model, key) is not None])
-    if uses_yarn(model):
-        described |= _described(model, ["yarn_original_max_position_embeddings"])
-    if model.value_embedding_freq is not None:
-        described |= _described(model, _VALUE_KEYS)
-    if model.window_size is not None:
-        described |= _described(model, _WINDOW_KEYS)
+    for keys in _OPTIONAL_KEYS:
+        if getattr(model, keys[0]) is not None:
+            described |= _described(model, keys)
     if model.layer is not LayerName.gpt:
         # Checkpoints from before there was a choice do not name it.
         described[_LAYER] = model.layer.name
