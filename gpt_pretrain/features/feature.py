@@ -46,7 +46,7 @@ class Feature:
     key: ClassVar[str]
     """Its name below `model.`."""
     asked: ClassVar[Any] = True
-    """The value of the key that asks for it."""
+    """The value of the key that asks for it; None: all but null do."""
     off: ClassVar[str]
     """How messages offer to do without it."""
     library: ClassVar[Library | None] = None
@@ -69,10 +69,9 @@ class Feature:
         """The dotted key that turns it on."""
         return f"model.{self.key}"
 
-    @property
-    def setting(self) -> str:
+    def setting(self, model: ModelConfig) -> str:
         """What asks for it, as messages name it."""
-        return f"{self.path}={show(self.asked)}"
+        return f"{self.path}={show(self.wanted(model))}"
 
     def wanted(self, model: ModelConfig) -> Any:
         """What the configuration says."""
@@ -80,7 +79,8 @@ class Feature:
 
     def is_asked(self, model: ModelConfig) -> bool:
         """Whether the configuration asks for it."""
-        return self.wanted(model) is self.asked
+        wanted = self.wanted(model)
+        return wanted is not None if self.asked is None else wanted is self.asked
 
     def is_used(self, spec: RunSpec) -> bool:
         """Whether a run uses it."""
@@ -88,7 +88,7 @@ class Feature:
 
     def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         """Why the rules refuse what was asked for; arguments as of `obstacles`."""
-        yield from refusals(self.setting, self.obstacles(run, sizes_known=sizes_known), self.off)
+        yield from refusals(self.setting(run.model), self.obstacles(run, sizes_known=sizes_known), self.off)
 
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         """Settings that exclude it, with the reasons; shapes count only if `sizes_known`: all counts are positive."""
@@ -104,7 +104,7 @@ class Feature:
     def problems_here(self, spec: RunSpec) -> Iterator[str]:
         """Why this machine cannot do what was asked for."""
         for needed, why, *ways in self.lacks(spec):
-            yield f"{self.setting} needs {needed}: {why}; use {', or '.join([self.off, *ways])}"
+            yield f"{self.setting(spec.model)} needs {needed}: {why}; use {', or '.join([self.off, *ways])}"
 
     def lacks(self, spec: RunSpec) -> Iterator[Lack]:
         """What it needs that this machine does not have."""
@@ -158,7 +158,7 @@ class FusedKernel(Feature):
         yield from super().problems(run, sizes_known=sizes_known)
         if run.model.compile:
             why = LOCAL_LAYERS if self.changes_te_layers else COMPILED_ITSELF
-            yield refusal("model.compile=true", self.setting, why, "model.compile=false", self.unset)
+            yield refusal("model.compile=true", self.setting(run.model), why, "model.compile=false", self.unset)
 
     @override
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:

@@ -75,7 +75,7 @@ class Fp8Attention(Feature):
             why = "on Hopper, cuDNN's FP8 attention takes delayed scales only"
             export = "export NVTE_DPA_FP8_RECIPE=DelayedScaling for attention alone"
             recipe = f"model.fp8_recipe={settings.recipe.name}"
-            yield refusal(self.setting, recipe, why, self.off, "fp8=delayed", export)
+            yield refusal(self.setting(spec.model), recipe, why, self.off, "fp8=delayed", export)
 
 
 def is_attention_delayed(platform: Platform) -> bool:

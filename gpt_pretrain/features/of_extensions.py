@@ -23,9 +23,8 @@ class _OfExtension(FusedKernel):
     def path(self) -> str:
         return "model.features"
 
-    @property
     @override
-    def setting(self) -> str:
+    def setting(self, model: ModelConfig) -> str:
         return f"model.features=[{self.key}]"
 
     @property

@@ -25,16 +25,8 @@ class SlidingWindow(Feature):
     """Sliding windows."""
 
     key = "window_size"
+    asked = None
     off = "model.window_size=null"
-
-    @override
-    def is_asked(self, model: ModelConfig) -> bool:
-        return model.window_size is not None
-
-    @override
-    @property
-    def setting(self) -> str:
-        return self.path
 
     @override
     def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:

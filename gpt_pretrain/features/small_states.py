@@ -35,27 +35,28 @@ class SmallStates(Feature):
     @override
     def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
         model, optim, off = run.model, run.model.optim, self.off
+        setting = self.setting(model)
         if not optimizer_of(optim.name).has_small_states:
             names, asked = names_with("has_small_states"), f"model.optim.name={optim.name.name}"
-            yield refusal(self.setting, asked, f"it is a form of {names}", f"model.optim.name={names}")
+            yield refusal(setting, asked, f"it is a form of {names}", f"model.optim.name={names}")
         if not uses_distributed_optimizer(model):
             why = "it is a form of the distributed optimizer"
             if model.use_distributed_optimizer is None:
                 why += ", which null leaves out here"
             sharded = f"model.use_distributed_optimizer={show(model.use_distributed_optimizer)}"
-            yield refusal(self.setting, sharded, why, "model.use_distributed_optimizer=true (on one GPU, too)", off)
+            yield refusal(setting, sharded, why, "model.use_distributed_optimizer=true (on one GPU, too)", off)
         if run.config.trainer.precision is Precision.fp32:
             why = "it needs weights in BF16 or FP8 with masters beside them"
-            yield refusal(self.setting, "trainer.precision=fp32", why, "trainer.precision=bf16", off)
+            yield refusal(setting, "trainer.precision=fp32", why, "trainer.precision=bf16", off)
         if optim.ema_decay is not None:
             asked = f"model.optim.ema_decay={optim.ema_decay:g}"
             why = "the average takes fp32 masters, and here they may be stored in pieces or rounded"
-            yield refusal(self.setting, asked, why, "model.optim.ema_decay=null", off)
+            yield refusal(setting, asked, why, "model.optim.ema_decay=null", off)
         yield from _moments(optim)
         use = Use.fp8_params_and_precision_aware_optimizer
         if run.fp8 is not None and run.fp8.params and (why_not := run.fp8.recipe.why_not(use)) is not None:
             fp8 = f"model.fp8_params=true and model.fp8_recipe={run.fp8.recipe.name}"
-            yield refusal(self.setting, fp8, why_not, f"fp8={recipes_for(Use.fp8_params, use)}", off)
+            yield refusal(setting, fp8, why_not, f"fp8={recipes_for(Use.fp8_params, use)}", off)
         if model.share_embeddings_and_output_weights and model.pipeline_model_parallel_size > 1:
             yield from _copies_of_embeddings(model)
 

@@ -5,8 +5,7 @@ from typing import override
 
 from gpt_pretrain.config.choices import CudaGraphImpl, LayerName
 from gpt_pretrain.config.derived import shards_gradients
-from gpt_pretrain.config.errors import refusals, show
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.config.errors import show
 from gpt_pretrain.features.feature import Feature, Obstacle, Resolved
 
 _UNTESTED = "not tested"
@@ -16,17 +15,9 @@ class ValueEmbeddings(Feature):
     """Learned vectors of tokens beside attention's values."""
 
     key = "value_embedding_freq"
+    asked = None
     off = "model.value_embedding_freq=null"
     not_forecast = "lookups of value embeddings"
-
-    @override
-    def is_asked(self, model: ModelConfig) -> bool:
-        return model.value_embedding_freq is not None
-
-    @override
-    def problems(self, run: Resolved, *, sizes_known: bool) -> Iterator[str]:
-        asked = f"{self.path}={run.model.value_embedding_freq}"
-        yield from refusals(asked, self.obstacles(run, sizes_known=sizes_known), self.off)
 
     @override
     def obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
