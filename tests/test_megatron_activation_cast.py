@@ -139,8 +139,7 @@ def test_what_only_the_separate_activation_knows_is_refused(given):
 @pytest.mark.parametrize("recipe", ["delayed", "tensorwise"])
 def test_planned_where_it_is_asked_for(model, recipe):
     by_itself = compose_quickly(["data=mock", *model, f"fp8={recipe}"])
-    # Squared ReLU's has to be asked for.
-    assert spec_of(by_itself, H200).kernels.features["activation_cast_fusion"] is ("squared_relu" not in str(model))
+    assert spec_of(by_itself, H200).kernels.features["activation_cast_fusion"]
     config = compose_quickly(["data=mock", *model, f"fp8={recipe}", ASKED])
     check_machine(spec_of(config, H200, launched()))
     assert spec_of(config, H200).kernels.features["activation_cast_fusion"]

@@ -94,13 +94,13 @@ def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rul
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
-def test_with_norms_it_has_to_be_asked_for_and_the_plan_counts_the_projection(model):
+def test_null_takes_it_with_norms_too_and_the_plan_counts_the_projection(model):
     specs = {
         asked: spec_of(compose_quickly([f"model={model}", "data=mock", f"model.fused_single_qkv_rope={asked}"]), H200)
-        for asked in ("true", "null")
+        for asked in ("null", "false")
     }
     assert [spec.kernels.features["fused_single_qkv_rope"] for spec in specs.values()] == [True, False]
-    layer = plan_stages(specs["true"])[0].layers[0]
+    layer = plan_stages(specs["null"])[0].layers[0]
     fused, separate = (layer_activations(spec, layer).attention_block for spec in specs.values())
     made = specs["null"].model
     tokens, values = made.micro_batch_size * made.encoder_seq_length, made.num_query_groups * made.kv_channels

@@ -15,7 +15,7 @@ from gpt_pretrain.run.products import FC1, FC2
 
 
 class ActivationCast(FusedKernel):
-    """One kernel for the MLP's activation and its cast to FP8, one back; null: on Hopper, without squared ReLU."""
+    """One kernel for the MLP's activation and its cast to FP8, another for the gradients; null: on Hopper."""
 
     key = "activation_cast_fusion"
     after = "bias_activation_fusion"

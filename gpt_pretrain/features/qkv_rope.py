@@ -16,7 +16,7 @@ _YARN = "it has no factor for cosines and sines, as YaRN needs"
 
 
 class QkvRope(FusedKernel):
-    """Split queries, keys and values, normalize, rotate in one kernel; null: with rope, without QK norm and graphs."""
+    """Split queries, keys and values, normalize and rotate in one kernel; null: with rope, without CUDA graphs."""
 
     key = "fused_single_qkv_rope"
     after = "apply_rope_fusion"
@@ -35,9 +35,6 @@ class QkvRope(FusedKernel):
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        if run.model.qk_layernorm:
-            # Not yet measured on a GPU.
-            return False
         local = platform.cuda and not kernels.compile and not keeps_plain_kernels(run.config)
         return kernels.transformer_engine or local
 
