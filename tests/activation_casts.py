@@ -84,7 +84,10 @@ def share_of_codes_that_differ(
     if exact_bias is None:
         assert of_bias is None
     else:
-        torch.testing.assert_close(of_bias.double(), exact_bias.grad, rtol=2**-7, atol=0.05)
+        # Rounded independently, by half of epsilon at most: what is activated, and each summand. In fp32 the kernel's
+        # exponentials are off by more.
+        allowed = max(torch.finfo(dtype).eps, 2**-16) * exact.grad.norm(dim=0) + 1e-6
+        assert ((of_bias.double() - exact_bias.grad).abs() <= allowed).all()
     return max(
         _share_that_differs(forward, activated.detach().to(dtype), scale),
         _share_that_differs(backward, exact.grad.to(dtype), scale),

@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from gpt_pretrain.megatron.documents import without_filling
 from gpt_pretrain.megatron.layers import attention_in_documents
 from tests.forked_runs import fork_ranks
 
@@ -42,6 +43,16 @@ def expected(inputs):
     out = softmax_by_hand(*leaves, 0.25)
     out.backward(inputs["gradient"].double())
     return out.detach().float(), [each.grad for each in leaves]
+
+
+def test_a_function_whose_tensors_are_not_filled_does_all_else_as_before():
+    def compute(values):
+        values[0].fill_(0)
+        values[1].zero_()
+        return values * 2
+
+    assert without_filling(compute)(torch.ones(3)).tolist() == [2, 0, 2]
+    assert compute(torch.ones(3)).tolist() == [0, 0, 2]
 
 
 def test_attention_in_documents_is_a_softmax_by_hand(inputs, expected):

@@ -2,11 +2,14 @@
 
 import warnings
 from dataclasses import replace
+from inspect import unwrap
+from itertools import accumulate
 
 import pytest
 import torch
 
 from gpt_pretrain.features.resolve import detect_platform
+from gpt_pretrain.launch.patches import UNFILLED_GRADIENTS, patched
 from gpt_pretrain.megatron import layers
 from gpt_pretrain.training.step import compute_gradients
 from tests.document_training import (
@@ -111,6 +114,39 @@ def test_packed_documents_in_local_layers_are_a_softmax_by_hand(inputs):
     torch.testing.assert_close(out.cpu().double(), expected.detach(), rtol=2e-2, atol=2e-2)
     for leaf, each in zip(leaves, exact, strict=True):
         torch.testing.assert_close(leaf.grad.cpu(), each.grad, rtol=5e-2, atol=5e-2)
+
+
+def test_gradients_are_the_same_where_they_are_not_filled_first():
+    """Memory that another tensor has left full of NaN is written in every row, also beside empty documents."""
+    from transformer_engine.pytorch import DotProductAttention
+    from transformer_engine.pytorch.attention.dot_product_attention import backends
+
+    from gpt_pretrain.megatron.documents import _te_attention
+
+    _te_attention()
+    ours = backends.fused_attn_bwd
+    theirs = unwrap(ours)
+    assert theirs is not ours
+    generator = torch.Generator("cuda").manual_seed(1)
+    lengths = [1, 300, 127, 128, 1, 467, 1024, 0, 0]
+    borders = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+    given = {"device": "cuda", "dtype": torch.bfloat16, "generator": generator}
+    projected = torch.randn(2048, 12, 3, 64, **given)
+    gradient = torch.randn(2048, 12 * 64, **given)
+    attention = DotProductAttention(12, 64, qkv_format="thd", attn_mask_type="padding_causal").cuda()
+    bounds = {f"cu_seqlens_{each}": borders for each in ("q", "kv")} | {"max_seqlen_q": 1024, "max_seqlen_kv": 1024}
+    found = {}
+    for name, backward in (("theirs", theirs), ("ours", ours)):
+        leaf = projected.clone().requires_grad_()
+        with patched(UNFILLED_GRADIENTS, fused_attn_bwd=backward):
+            out = attention(*leaf.unbind(2), pad_between_seqs=False, **bounds)
+            spoilt = [torch.full_like(projected, torch.nan) for _ in range(4)]
+            del spoilt
+            out.backward(gradient)
+        found[name] = leaf.grad
+    assert found["ours"].isfinite().all()
+    # cuDNN adds up a query's gradient in any order.
+    torch.testing.assert_close(found["ours"], found["theirs"], rtol=2e-2, atol=2e-2)
 
 
 def waits(config):

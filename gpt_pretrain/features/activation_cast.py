@@ -46,9 +46,7 @@ class ActivationCast(FusedKernel):
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        # Squared ReLU was not yet measured on a GPU.
-        measured = run.model.activation is not Activation.squared_relu
-        return measured and kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
+        return kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
 
     @override
     def lacks(self, spec: RunSpec) -> Iterator[Lack]:

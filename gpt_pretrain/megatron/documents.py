@@ -11,7 +11,7 @@ of the heads, by the same kernels as without context parallelism.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, partial, wraps
 from itertools import pairwise
 from typing import Any, override
 
@@ -20,8 +20,10 @@ from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.dot_product_attention import DotProductAttention
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt_pretrain.features.flash_attention import FlashAttention
+from gpt_pretrain.launch.patches import UNFILLED_GRADIENTS, patch
 from gpt_pretrain.run.run_spec import RunSpec
 
 
@@ -82,10 +84,33 @@ def scatter_sequence(output: torch.Tensor, group: torch.distributed.ProcessGroup
     return received.movedim(0, 2).flatten(2)
 
 
+class _NothingFilled(TorchDispatchMode):
+    """Leaves tensors as they are where they would be filled with a number."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        return args[0] if func is torch.ops.aten.fill_.Scalar else func(*args, **(kwargs or {}))
+
+
+def without_filling(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function, but what it allocates is not filled with a number."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with _NothingFilled():  # type: ignore[no-untyped-call]
+            return function(*args, **kwargs)
+
+    return call
+
+
 @cache
 def _te_attention() -> type:
     """The module in place of megatron-core's `TEDotProductAttention`: built, stored and loaded in the same way."""
     from megatron.core.extensions.transformer_engine import TEDotProductAttention
+    from transformer_engine.pytorch.attention.dot_product_attention.backends import fused_attn_bwd
+
+    patch(UNFILLED_GRADIENTS, fused_attn_bwd=without_filling(fused_attn_bwd))
 
     class DocumentAttention(TEDotProductAttention):  # type: ignore[misc]
         """Transformer Engine's attention on packed documents; no document has more tokens than `longest`."""
