@@ -369,6 +369,20 @@ def test_a_checkpoint_to_go_on_from_is_named_with_its_import(capsys, save):
         assert "path=checkpoints/mine out=start" in told
 
 
+def test_the_import_of_a_checkpoint_has_the_number_of_tokens(capsys):
+    """The checkpoint's rows are padded, and a run with the tokenizer's number would refuse it."""
+    there = ("--load", "checkpoints/mine", "--save", "checkpoints/mine")
+    done = translate(capsys, *SMALL, *there, "--vocab-size", "500")
+    told = " ".join(done.text.replace("#", " ").split())
+    assert "path=checkpoints/mine out=start 'overrides=[model.vocab_size=500]'" in told
+
+
+def test_a_number_of_tokens_that_is_missing_is_asked_for_as_an_option(capsys):
+    sizes = ("--num-layers", "2", "--hidden-size", "64", "--num-attention-heads", "4")
+    done = translate(capsys, *sizes, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "tok")
+    assert "--vocab-size N" in done.text
+
+
 def test_abbreviations_are_not_guessed():
     translation = translate_megatron_lm(Given(files=(), words=[*SMALL, "--hidden-dro", "0.3"], environment={}))
     assert [lost.setting for lost in translation.lost if "hidden-dro" in lost.setting] == ["--hidden-dro 0.3"]

@@ -130,7 +130,8 @@ def _vocabulary(source: Source, translation: Translation) -> None:
         how = "GPT-2's BPE has 50,257 tokens"
         translation.derive("model.vocab_size", tokens, "tokenizer_type", "vocab_file", how=how)
     else:
-        translation.up_to_you.append(("model.vocab_size", "the number of tokens of the tokenizer that made the files"))
+        why = "the number of tokens of the tokenizer that made the files: translate again with --vocab-size N"
+        translation.up_to_you.append(("model.vocab_size", why))
     if tokenizer == "NullTokenizer":
         translation.notes.append("NullTokenizer of older versions of Megatron-LM added one token to --vocab-size")
     elif names := [name for name in _OF_TOKENIZER if name in source.given]:
@@ -310,6 +311,9 @@ def _saves(source: Source, translation: Translation) -> None:
     elif (folder := source.get("load")) is not None:
         # Their runs resume from there, too; ours from their run_dir.
         imports = f"python -m gpt_pretrain.import_megatron path={shlex.quote(str(folder))} out=start"
+        # A checkpoint has the padded rows: without the number of tokens the run would refuse it as another model.
+        if (tokens := translation.value("model.vocab_size", None)) is not None:
+            imports += f" 'overrides=[model.vocab_size={tokens}]'"
         why = (
             f"if {source.shown('load')} holds a checkpoint of Megatron-LM: start, made by {imports}; null: new weights"
         )
