@@ -57,6 +57,11 @@ def test_a_prefix_with_its_suffix_is_explained(prefix):
         check_token_file(prefix + ".bin")
 
 
+def test_a_missing_pair_is_answered_with_the_keys_that_train_on_text(tmp_path):
+    with pytest.raises(UserError, match=r"corpus\.bin .*model\.data\.data_prefix=\[\].*model\.data\.text_files"):
+        check_token_file(str(tmp_path / "corpus"))
+
+
 def test_a_folder_is_answered_with_its_pairs(prefix):
     folder = Path(prefix).parent
     with pytest.raises(UserError, match=re.escape(f"; {folder} is a folder: name its pairs, [{prefix}]")):

@@ -84,7 +84,10 @@ def _way_out(prefix: str) -> str:
         return f"; {prefix} is a folder: name its pairs, [{','.join(pairs[:_SHOWN_PAIRS])}{more}]"
     if prefix.endswith(".ds") or Path(prefix + ".ds").exists() or any(folder.glob("*.ds")):
         return "; datatrove's .ds files are not read: its MegatronDocumentTokenizer writes .bin and .idx"
-    return ""
+    return (
+        "; name the path of a .bin/.idx pair, or train on text: data=text 'model.data.data_prefix=[]' "
+        "'model.data.text_files=[…]'"
+    )
 
 
 def check_token_file(prefix: str, key: str = _KEY) -> TokenFile:
