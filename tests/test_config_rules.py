@@ -52,7 +52,7 @@ RULES = [
             f"model.rope_scaling_factor=4 model.yarn_original_max_position_embeddings=64 {setting}",
             f"model.yarn_original_max_position_embeddings=64 {setting}",
         )
-        for setting in ("model.rotary_percentage=0.5", "model.apply_rope_fusion=true")
+        for setting in ("model.rotary_percentage=0.5", "model.apply_rope_fusion=true", "model.rotary_base=1")
     ),
     Refused("model.yarn_original_max_position_embeddings=64"),
     Refused(
