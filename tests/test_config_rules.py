@@ -46,12 +46,13 @@ RULES = [
     Refused("model.no_rope_freq=4 model.compile=true", "model.compile=true model.no_rope_freq=4"),
     Refused("model.no_rope_freq=4 model.position_embedding_type=learned_absolute", "model.no_rope_freq=4"),
     Refused("model.window_size=[31, 1]", legal="model.window_size=[31,0]"),
+    Refused("model.window_size=[2147483648, 0]", legal="model.window_size=[2147483647,0]"),
     *(
         Refused(
             f"model.rope_scaling_factor=4 model.yarn_original_max_position_embeddings=64 {setting}",
             f"model.yarn_original_max_position_embeddings=64 {setting}",
         )
-        for setting in ("model.rotary_percentage=0.5", "model.apply_rope_fusion=true")
+        for setting in ("model.rotary_percentage=0.5", "model.apply_rope_fusion=true", "model.rotary_base=1")
     ),
     Refused("model.yarn_original_max_position_embeddings=64"),
     Refused(

@@ -129,6 +129,7 @@ PATHS = "model.data.data_prefix=[/d/web,/d/code]"
         ([PATHS, 'model.data.stages=["1e3 web=-1 code=2","code=1"]'], "'1e3 web=-1 code=2'"),
         ([PATHS, 'model.data.stages=["1e3 seq_length=0 web=1","code=1"]'], "'seq_length=0' is no number"),
         ([PATHS, 'model.data.stages=["1e3 seq_length=4.5 web=1","code=1"]'], "'seq_length=4.5' is no number"),
+        ([PATHS, f'model.data.stages=["1e3 seq_length={"9" * 5000} web=1","code=1"]'], "9' is no number"),
         (
             [PATHS, 'model.data.stages=["1e3 seq_length=3 web=1","code=1"]'],
             "seq_length=3 .*encoder_seq_length=16; .*2 or 4",

@@ -28,6 +28,7 @@ _SUFFIX = re.compile(r"\.(((txt|jsonl)(\.(gz|zst|bz2))?)|parquet|arrow)$")
 _KEYS = ("data_prefix", "validation_prefix", "text_files")
 # As model.encoder_seq_length is called.
 _LENGTHS = ("seq_length", "seq_len", "encoder_seq_length")
+_MOST_DIGITS = 15
 _FORM = 'model.data.stages=["10e9 web=0.7 code=0.3","web=0.4 math=0.6"]'
 
 
@@ -130,7 +131,8 @@ def read_stages(data: DataConfig) -> list[Stage]:
 
 
 def _own_length(name: str, number: str) -> int:
-    if not number.isdecimal() or int(number) < 1:
+    # Python reads no more than 4,300 digits.
+    if not number.isdecimal() or len(number) > _MOST_DIGITS or int(number) < 1:
         raise ConfigError([f"model.data.stages: '{name}={number}' is no number of tokens; use {name}=2048 or another"])
     return int(number)
 

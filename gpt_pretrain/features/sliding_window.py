@@ -14,6 +14,8 @@ from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import Feature, Lack, Obstacle, Resolved, RunSpec
 
 _UNTESTED = "not tested with windows"
+# Attention kernels take windows as 32-bit integers, and PyTorch's masks as 64-bit ones.
+_LONGEST = 2**31 - 1
 
 
 def takes_window(model: ModelConfig) -> bool:
@@ -69,8 +71,8 @@ class SlidingWindow(Feature):
 def _shape_problems(model: ModelConfig) -> Iterator[str]:
     """What megatron-core's window and its layers have to look like."""
     window, layers = model.window_size, model.window_attn_skip_freq
-    if window is not None and (len(window) != 2 or window[0] < 1 or window[1] != 0):
-        way = "[4095,0] for the token itself and 4,095 before it, or null"
+    if window is not None and (len(window) != 2 or not 1 <= window[0] <= _LONGEST or window[1] != 0):
+        way = f"[4095,0] for the token itself and 4,095 before it (1 to {_LONGEST}), or null"
         yield f"model.window_size={show(window)} is not the tokens before one and the 0 after it; use {way}"
     if layers is not None and (len(layers) != model.num_layers or not {*layers} <= {0, 1} or 1 not in layers):
         way = "1 for each layer that has the window and 0 for the others, or null: all have it"

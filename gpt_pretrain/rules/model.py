@@ -51,6 +51,9 @@ def positions(model: ModelConfig) -> Iterator[str]:
         # apply_rotary_pos_emb would warn in each layer and rotate by the other kernels.
         why = "Transformer Engine's rotation has no factor for cosines and sines"
         yield refusal(yarn, "model.apply_rope_fusion=true", why, "null", "model.apply_rope_fusion=null")
+    if uses_yarn(model) and model.rotary_base == 1:
+        why = "YaRN divides by the logarithm of the base"
+        yield refusal(yarn, "model.rotary_base=1", why, "null", "model.rotary_base=10000")
     if uses_yarn(model) and model.rotary_percentage < 1:
         why = "megatron-core's YaRN rotates whole heads"
         yield refusal(
