@@ -1,6 +1,6 @@
 """Megatron-LM, started with the command line and the weights that we write for it, trains as we do: BF16 and FP8.
 
-Both programs have Transformer Engine's layers; in fp32 and on a CPU: `test_megatron_lm_training`.
+Both programs have Transformer Engine's layers; with local ones, on a CPU: `test_megatron_lm_training`.
 """
 
 import pytest
