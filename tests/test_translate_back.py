@@ -1,12 +1,17 @@
 """`gpt_pretrain.translate --to megatron-lm`: the command line comes back as the configuration that it was made of."""
 
 import shlex
+from types import SimpleNamespace
 
 import pytest
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from gpt_pretrain.config.errors import ConfigError
+from gpt_pretrain.megatron.cpu import install_cpu_device
+from gpt_pretrain.megatron.optimizer import build_scheduler
 from gpt_pretrain.rules.jobs import load_config
 from gpt_pretrain.translate.__main__ import main
+from gpt_pretrain.translate.megatron_arguments import megatron_parser
 from gpt_pretrain.translate.to_megatron_lm import command_line
 from tests.translations import translate
 
@@ -31,9 +36,11 @@ def keys(command):
         "model=qwen3_8b parallelism=pp2_vp2",
         "model=qwen3_8b model.rope_scaling_factor=4 model.yarn_original_max_position_embeddings=32768",
         f"model=mistral_7b model.window_size=[4095,0] model.window_attn_skip_freq=[{','.join(['0', '1'] * 16)}]",
-        "model=gpt2_124m model.rampup_batch_size=[64,64,100000] trainer.max_tokens=1024000000 trainer.max_steps=null",
-        "model=gpt2_124m model.optim.sched.decay_tokens=1025024 model.optim.sched.warmup_tokens=1024",
+        "model=gpt2_124m model.optim.sched.decay_tokens=10251264 model.optim.sched.warmup_tokens=263168",
         "model=gpt2_124m model.activation=gelu model.optim.sched.name=wsd model.optim.sched.wsd_decay_steps=50",
+        "model=gpt2_124m model.optim.sched.init_lr=1e-5 model.optim.sched.decay_steps=300",
+        "model=gpt2_124m model.optim.sched.name=constant model.optim.sched.warmup_steps=0",
+        "model=gpt2_124m trainer.limit_val_batches=0",
     ],
 )
 def test_what_goes_there_comes_back(overrides):
@@ -76,6 +83,68 @@ def test_what_null_stands_for_is_written():
     # A tenth of 3e-4, where Megatron-LM has 0, and of the decoupled rate.
     assert float(words[words.index("--min-lr") + 1]) == pytest.approx(3e-5)
     assert float(words[words.index("--decoupled-min-lr") + 1]) == pytest.approx(2e-3)
+
+
+@pytest.mark.parametrize("sched", ["name=cosine", "name=linear", "init_lr=1e-4", "name=wsd wsd_decay_steps=6"])
+def test_each_step_has_our_rate(sched):
+    """megatron-core's scheduler, moved as each program moves it: Megatron-LM after a step, ours before it."""
+    install_cpu_device()
+    keys = [f"model.optim.sched.{each}" for each in ["warmup_steps=5", "decay_steps=18", *sched.split()]]
+    config = load_config(["model=llama3_8b", "data=mock", "trainer.max_steps=20", *keys, *ALIKE[:2]])
+    arguments, _ = megatron_parser().parse_known_args(command_line(config).words)
+    theirs = rates(
+        init_lr=arguments.lr_warmup_init,
+        max_lr=arguments.lr,
+        min_lr=arguments.min_lr,
+        lr_warmup_steps=arguments.lr_warmup_iters,
+        lr_decay_steps=arguments.lr_decay_iters,
+        lr_decay_style=arguments.lr_decay_style,
+        wsd_decay_steps=arguments.lr_wsd_decay_iters,
+        lr_wsd_decay_style=arguments.lr_wsd_decay_style,
+    )
+    ours = build_scheduler(config, optimizer())
+    for step in range(20):
+        ours.step(1)
+        assert theirs[step] == pytest.approx(ours.optimizer.param_groups[0]["lr"], rel=1e-9), step
+
+
+def optimizer():
+    return SimpleNamespace(param_groups=[{"params": [], "default_config": True}])
+
+
+def rates(**arguments):
+    """What Megatron-LM trains 20 steps with."""
+    wd = {"start_wd": 0.0, "end_wd": 0.0, "wd_incr_steps": 20, "wd_incr_style": "constant"}
+    scheduler = OptimizerParamScheduler(optimizer(), **arguments, **wd)
+    found = []
+    for _ in range(20):
+        found.append(scheduler.optimizer.param_groups[0]["lr"])
+        scheduler.step(1)
+    return found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        # Steps of other sizes, and no step in which it could begin.
+        "model.rampup_batch_size=[64,64,100000] trainer.max_tokens=1024000000 trainer.max_steps=null",
+        "model.optim.sched.warmup_steps=0",
+        # Its warmup begins at a rate of its own.
+        "model.optim.decoupled_lr=0.02",
+    ],
+)
+def test_rates_of_the_step_before_are_told(overrides):
+    command = command_line(load_config(["model=gpt2_124m", "data=mock", *overrides.split(), *ALIKE]))
+    (different,) = command.different
+    assert different.startswith("model.optim.sched.warmup_")
+    assert "--lr-warmup-init" not in command.words
+
+
+def test_without_validation_its_interval_is_given():
+    """Megatron-LM divides by it all the same."""
+    words = command_line(load_config(["model=gpt2_124m", "data=mock", "trainer.limit_val_batches=0", *ALIKE])).words
+    assert words[words.index("--eval-iters") + 1] == "0"
+    assert int(words[words.index("--eval-interval") + 1]) > 0
 
 
 def test_what_megatron_lm_cannot_do_is_told():

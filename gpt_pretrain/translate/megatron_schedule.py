@@ -7,6 +7,8 @@ from gpt_pretrain.translate.common import set_betas
 from gpt_pretrain.translate.translation import Source, Translation
 
 _SCHED = "model.optim.sched"
+# Of the rate: what floating point leaves of zero.
+_ZERO = 1e-9
 
 
 def schedule(source: Source, translation: Translation) -> None:
@@ -29,6 +31,8 @@ def schedule(source: Source, translation: Translation) -> None:
         return
     translation.derive("trainer.max_steps", steps, "train_samples" if samples else "train_iters", how=how)
     _phases(source, translation, samples or (steps * batch if batch else None), batch)
+    if batch and source.get("seq_length"):
+        _one_step_on(source, translation, batch * source.get("seq_length"))
 
 
 def _grows(source: Source) -> bool:
@@ -93,6 +97,31 @@ def _phases(source: Source, translation: Translation, run_samples: int | None, b
         translation.up_to_you.append((f"{_SCHED}.wsd_decay_steps", "--lr-wsd-decay-iters is not given"))
     elif is_wsd:
         take("wsd_decay", source.get("lr_wsd_decay_samples"), "lr_wsd_decay_samples")
+
+
+def _one_step_on(source: Source, translation: Translation, step_tokens: int) -> None:
+    """The same rates, if ours can have them: step n of Megatron-LM trains with the rate of n - 1, ours with that of n.
+
+    A warmup from 0 would begin below it here: its step 1, which changes nothing there, is left out.
+    """
+    steps, tokens = (translation.value(f"{_SCHED}.warmup_{unit}") for unit in ("steps", "tokens"))
+    warmup, step = (steps, 1) if tokens is None else (tokens, step_tokens)
+    rate, first = source.get("lr"), source.get("lr_warmup_init")
+    if not (rate and first and warmup):
+        return
+    begin = first - (rate - first) * step / warmup
+    if begin < -_ZERO * rate:
+        return
+    how = "a step more: the rate of step n is that of n - 1 there"
+    begin = float(f"{begin:.12g}") if begin > _ZERO * rate else 0.0
+    translation.derive(f"{_SCHED}.init_lr", begin, "lr_warmup_init", how="of a step before")
+    if translation.value(f"{_SCHED}.decay_tokens") is None and translation.value(f"{_SCHED}.decay_steps") is None:
+        translation.derive(f"{_SCHED}.decay_steps", translation.value("trainer.max_steps"), "train_iters")
+    for phase in ("warmup", "decay"):
+        for unit, more in (("steps", 1), ("tokens", step_tokens)):
+            key = f"{_SCHED}.{phase}_{unit}"
+            if (length := translation.value(key)) is not None:
+                translation.set(key, length + more, f"{translation.settings[key].origin}: {how}")
 
 
 def _decoupled(source: Source, translation: Translation) -> None:

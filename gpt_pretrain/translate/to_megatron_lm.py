@@ -35,6 +35,7 @@ fp8_recipe fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp
 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
 """)
 _SCHED = "model.optim.sched."
+_WARMUP = (f"{_SCHED}warmup_steps", f"{_SCHED}warmup_tokens")
 _DIVISOR = "model.make_vocab_size_divisible_by"
 _OF_RUN = ("name", "run_dir", "trainer.devices", "trainer.num_nodes", "trainer.precision")
 _SHARDED = ("optim_grads", "optim_grads_params")
@@ -185,16 +186,39 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from zip(("adam_beta1", "adam_beta2"), values["model.optim.betas"], strict=True)
     # Megatron-LM counts all of it in iterations, or all of it in samples.
     batch, steps = values["model.global_batch_size"], values["trainer.max_steps"]
-    grows = values["model.rampup_batch_size"] or values["model.step_batch_size_schedule"]
-    if tokens is None and values[f"{_SCHED}decay_tokens"] is not None and not grows:
+    if tokens is None and values[f"{_SCHED}decay_tokens"] is not None and not _grows(values):
         # The phases may end within a step.
         tokens = steps * batch * length
     unit, size = ("iters", length * batch) if tokens is None else ("samples", length)
     yield "train_iters", steps if tokens is None else None
     yield "train_samples", None if tokens is None else tokens // length
+    step, first, rate = (1 if tokens is None else batch), values[f"{_SCHED}init_lr"], values["model.optim.lr"]
+    lengths = {}
     for name in ("decay", "warmup", "wsd_decay"):
         in_steps, in_tokens = (values[f"{_SCHED}{name}_{each}"] for each in ("steps", "tokens"))
-        yield f"lr_{name}_{unit}", in_steps if in_tokens is None else in_tokens // size
+        lengths[name] = in_steps if in_tokens is None else in_tokens // size
+    if _has_rates(values):
+        # Its step n trains with the rate of n - 1: both phases begin a step earlier.
+        yield "lr_warmup_init", first + (rate - first) * step / lengths["warmup"]
+        lengths |= {name: lengths[name] - step for name in ("warmup", "decay")}
+    for name, length in lengths.items():
+        yield f"lr_{name}_{unit}", length
+
+
+def _grows(values: Mapping[str, Any]) -> bool:
+    return bool(values["model.rampup_batch_size"] or values["model.step_batch_size_schedule"])
+
+
+def _has_rates(values: Mapping[str, Any]) -> bool:
+    """Whether arguments give Megatron-LM the rates that ours have in a warmup and after it.
+
+    Its phases can begin a step earlier if steps are of one size, and all rates begin at one.
+    """
+    step_tokens = values["model.global_batch_size"] * values["model.encoder_seq_length"]
+    steps, tokens = (values[each] or 0 for each in _WARMUP)
+    has_end = any(values[f"{_SCHED}decay_{each}"] for each in ("steps", "tokens"))
+    is_longer = steps > 1 or tokens > step_tokens
+    return has_end and is_longer and not _grows(values) and values["model.optim.decoupled_lr"] is None
 
 
 def _data_and_saves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -207,6 +231,8 @@ def _data_and_saves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         if validation:
             yield "valid_data_path", [str(each) for each in validation]
         yield "split", None if validation else values["model.data.splits_string"]
+    # Megatron-LM divides by it even where nothing is validated.
+    yield "eval_interval", values["trainer.val_check_interval"]
     if values["model.data.inter_document_masking"]:
         yield from {"reset_attention_mask": True, "reset_position_ids": True}.items()
     if values["checkpoint.save_interval"] or values["checkpoint.save_at_end"]:
@@ -267,3 +293,7 @@ def _different(run: Resolved, words: Sequence[str]) -> Iterator[tuple[str, str]]
         if key == _DIVISOR and _rows(ours) == _rows(back):
             continue
         yield key, f"{key}={show(value)}: Megatron-LM does what {key}={show(back[key])} does"
+    key = next((each for each in _WARMUP if ours[each] is not None), _WARMUP[0])
+    is_constant = ours[f"{_SCHED}name"] == "constant" and not ours[key]
+    if not _has_rates(ours) and not is_constant:
+        yield key, f"{key}={show(ours[key])}: step n of Megatron-LM trains with the rate that step n - 1 has here"
