@@ -7,6 +7,7 @@ another batch or after a rewind, finds its place in the schedule by itself. Noth
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from decimal import Decimal
 from itertools import pairwise
 
 from gpt_pretrain.config.errors import ConfigError, divisors, one_of, refusal
@@ -20,6 +21,8 @@ _RAMP_FORM = "[start,increment,samples], such as [16,16,100000]"
 _UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 # Megatron-LM's most, unless the schedule is short.
 _MOST_WARMUP_STEPS = 2000
+# Tokens or samples.
+_LARGEST = 2**53
 # GPT-3's ramp has 96; a schedule is walked through in every step.
 _MOST_STAGES = 1000
 
@@ -123,15 +126,20 @@ def read_stages(text: str, sequence_length: int) -> tuple[BatchStage, ...]:
         begin, _, batch = entry.partition(":")
         try:
             tokens, samples = _whole(begin), _whole(batch)
-        except (ValueError, OverflowError):
-            raise ConfigError([f"{_STEPS}: {entry!r} is not TOKENS:SAMPLES; write {_STEPS_FORM}"]) from None
+        except (ValueError, ArithmeticError):
+            what = "TOKENS:SAMPLES in whole numbers"
+            raise ConfigError([f"{_STEPS}: {entry!r:.60} is not {what}; write {_STEPS_FORM}"]) from None
         stages.append(BatchStage(tokens // sequence_length * sequence_length, samples))
     return tuple(stages)
 
 
 def _whole(text: str) -> int:
     unit = _UNITS.get(text[-1:].upper())
-    return int(float(text[:-1]) * unit) if unit else int(float(text))
+    number = Decimal(text[:-1]) * unit if unit else Decimal(text)
+    # The first is not so of infinity and NaN.
+    if not abs(number) <= _LARGEST or number != int(number):
+        raise ValueError(text)
+    return int(number)
 
 
 def batch_problems(model: ModelConfig) -> Iterator[str]:
@@ -163,7 +171,7 @@ def _ramp_problems(ramp: Sequence[int], last: int) -> Iterator[str]:
         return
     start, increment, _ = ramp
     for name, value in zip(("start", "increment", "samples"), ramp, strict=True):
-        if not 1 <= value <= 2**53:
+        if not 1 <= value <= _LARGEST:
             yield f"{asked} has {name}={value}, which must be 1 or more; use {_RAMP_FORM}, or null"
             return
     if start >= last:
