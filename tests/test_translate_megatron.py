@@ -383,6 +383,14 @@ def test_a_number_of_tokens_that_is_missing_is_asked_for_as_an_option(capsys):
     assert "--vocab-size N" in done.text
 
 
+@pytest.mark.parametrize(("first", "told"), [("0", True), ("5e-4", False)])
+def test_rates_that_are_a_step_ahead_are_told(first, told):
+    """A warmup of 4 steps from 5e-4 to 1e-3 begins a step earlier, at 3.75e-4; one from 0 cannot."""
+    options = ("--train-iters", "20", "--lr", "1e-3", "--lr-warmup-iters", "4", "--lr-warmup-init", first)
+    translation = translate_megatron_lm(Given(files=(), words=[*SMALL, *options], environment={}))
+    assert any("one step ahead" in note for note in translation.notes) is told
+
+
 def test_abbreviations_are_not_guessed():
     translation = translate_megatron_lm(Given(files=(), words=[*SMALL, "--hidden-dro", "0.3"], environment={}))
     assert [lost.setting for lost in translation.lost if "hidden-dro" in lost.setting] == ["--hidden-dro 0.3"]

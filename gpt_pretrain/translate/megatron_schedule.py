@@ -102,15 +102,16 @@ def _phases(source: Source, translation: Translation, run_samples: int | None, b
 def _one_step_on(source: Source, translation: Translation, step_tokens: int) -> None:
     """The same rates, if ours can have them: step n of Megatron-LM trains with the rate of n - 1, ours with that of n.
 
-    A warmup from 0 would begin below it here: its step 1, which changes nothing there, is left out.
+    A warmup from 0 would begin below it here: its step 1, which changes nothing there, is left out, and told.
     """
     steps, tokens = (translation.value(f"{_SCHED}.warmup_{unit}") for unit in ("steps", "tokens"))
     warmup, step = (steps, 1) if tokens is None else (tokens, step_tokens)
-    rate, first = source.get("lr"), source.get("lr_warmup_init")
-    if not (rate and first and warmup):
+    rate, first = source.get("lr"), source.get("lr_warmup_init") or 0.0
+    if not (rate and warmup):
         return
     begin = first - (rate - first) * step / warmup
     if begin < -_ZERO * rate:
+        translation.notes.append(f"rates are one step ahead of Megatron-LM's, whose first step has the rate {first:g}")
         return
     how = "a step more: the rate of step n is that of n - 1 there"
     begin = float(f"{begin:.12g}") if begin > _ZERO * rate else 0.0
