@@ -18,12 +18,14 @@ import sys
 import time
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from gpt_pretrain.commands.command import ALONE, run_with_config
 from gpt_pretrain.commands.command_line import Request
+from gpt_pretrain.config.errors import UserError
 from gpt_pretrain.config.schedule import num_train_samples
 from gpt_pretrain.data.corpus import prepare_corpus
 from gpt_pretrain.data.datasets import build_datasets
@@ -100,6 +102,9 @@ def train(options: argparse.Namespace, request: Request, jobs: Sequence[Job], la
     prepare_libraries()
     config = jobs[0].config
     model, steps = config.model, config.trainer.max_steps
+    if model.global_batch_size % options.micro_batch:
+        problem = f"--micro-batch {options.micro_batch} does not divide model.global_batch_size"
+        raise UserError(f"{problem}={model.global_batch_size}; use {model.global_batch_size} or a divisor of it")
     corpus = prepare_corpus(config, show_progress=True)
     train_data, valid_data = build_datasets(config, corpus, num_train_samples=num_train_samples(config))
     samples = read_samples(train_data, steps * model.global_batch_size)
@@ -168,6 +173,8 @@ def main() -> int:
     parser.add_argument("--micro-batch", type=int, default=32, help="samples in memory at once")
     parser.add_argument("--seed", type=int, default=1, help="of its weights")
     options, overrides = parser.parse_known_args()
+    if not Path(options.nanochat, "nanochat", "gpt.py").is_file():
+        parser.error(f"{options.nanochat} is no checkout of nanochat; clone it as this text's first lines say (--help)")
     sys.path.insert(0, options.nanochat)
     return run_with_config(__doc__, partial(train, options), overrides, launch=ALONE, rules=planned_problems)
 
