@@ -39,6 +39,21 @@ def test_tensor_parallel_ranks_get_the_gradients_of_separate_norms():
     interpret_kernels(program.format("trainer.precision=fp32"), num_ranks=2)
 
 
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "parallelism=zero2",
+        "parallelism=fsdp",
+        "parallelism=dp model.num_moe_experts=4 model.moe_ffn_hidden_size=32 model.expert_model_parallel_size=2",
+        "parallelism=dp model.activations_checkpoint_granularity=full model.activations_checkpoint_method=uniform "
+        "model.activations_checkpoint_num_layers=1",
+    ],
+)
+def test_two_ranks_learn_what_they_do_with_separate_norms(layout):
+    program = "from tests.programs.normalized_layouts import check_losses; check_losses(*{!r})"
+    interpret_kernels(program.format(layout.split()), num_ranks=2)
+
+
 @pytest.mark.parametrize("share", [1.0, 0.3])
 def test_the_second_half_of_the_angles_is_the_first(share):
     """The kernel reads one of them."""
