@@ -33,6 +33,7 @@ from gpt_pretrain.data.text_bytes import count_tokens_and_bytes, token_bytes
 from gpt_pretrain.launch.environment import prepare_libraries
 from gpt_pretrain.launch.ranks import Launch
 from gpt_pretrain.plan.machine import planned_problems
+from gpt_pretrain.report.records import validation_record
 from gpt_pretrain.rules.jobs import Job
 
 # base_train.py: its batch of reference and the options' defaults.
@@ -152,15 +153,16 @@ def train(options: argparse.Namespace, request: Request, jobs: Sequence[Job], la
             sys.stdout.write(json.dumps({"step": step + 1, "loss": last, "seconds": round(seconds, 3)}) + "\n")
             sys.stdout.flush()
     without_fp8(built)
+    built.eval()
     num_samples = config.trainer.limit_val_batches * model.global_batch_size
     held_out = read_samples(valid_data, num_samples)
     with torch.no_grad():
         starts = range(0, num_samples, options.micro_batch)
-        mean = math.fsum(float(built.eval()(*batch(held_out, first))) for first in starts) / len(starts)
+        mean = math.fsum(float(built(*batch(held_out, first))) for first in starts) / len(starts)
     tokens, num_bytes = count_tokens_and_bytes(valid_data, range(num_samples), token_bytes(corpus.tokenizer))
-    bits = mean / math.log(2) * tokens / num_bytes
-    ended = {"step": steps, "validation_loss": mean, "bits_per_byte": bits, "seconds": round(seconds, 3)}
-    sys.stdout.write(json.dumps(ended) + "\n")
+    record = validation_record(steps, {"": mean}, {"": 1.0}, [num_bytes / tokens], num_samples=num_samples, time_s=0.0)
+    ended = {"step": steps, "validation_loss": record.loss, "bits_per_byte": record.bits_per_byte}
+    sys.stdout.write(json.dumps(ended | {"seconds": round(seconds, 3)}) + "\n")
 
 
 def main() -> int:

@@ -15,7 +15,7 @@ from gpt_pretrain.config import derived
 from gpt_pretrain.config.errors import ConfigError, show, written
 from gpt_pretrain.config.keys import flatten
 from gpt_pretrain.config.load import config_to_dict
-from gpt_pretrain.config.schedule import has_length, rate_phases
+from gpt_pretrain.config.schedule import batch_grows, has_length, rate_phases
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.rules.no_effect import why_no_effect
 from gpt_pretrain.run.products import Resolved, resolve
@@ -109,7 +109,7 @@ def _by_rows(values: Mapping[str, Any], run: Resolved) -> Iterator[tuple[str, An
             yield name, value
 
 
-def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _together(values: Mapping[str, Any], run: Resolved) -> Iterator[tuple[str, Any]]:
     """Arguments that several keys make."""
 
     def get(name: str) -> Any:
@@ -140,7 +140,7 @@ def _together(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "make_vocab_size_divisible_by", _divisor(values)
     yield from _numbers(values)
     yield from _layout(values)
-    yield from _schedule(values)
+    yield from _schedule(values, run)
     yield from _data_and_saves(values)
 
 
@@ -178,7 +178,7 @@ def _layout(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield name, bool(values[f"model.{name}"])
 
 
-def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _schedule(values: Mapping[str, Any], run: Resolved) -> Iterator[tuple[str, Any]]:
     length, tokens = values["model.encoder_seq_length"], values["trainer.max_tokens"]
     yield "lr", values["model.optim.lr"]
     if values["model.optim.decoupled_lr"] is not None:
@@ -186,7 +186,7 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield from zip(("adam_beta1", "adam_beta2"), values["model.optim.betas"], strict=True)
     # Megatron-LM counts all of it in iterations, or all of it in samples.
     batch, steps = values["model.global_batch_size"], values["trainer.max_steps"]
-    if tokens is None and values[f"{_SCHED}decay_tokens"] is not None and not _grows(values):
+    if tokens is None and values[f"{_SCHED}decay_tokens"] is not None and not batch_grows(run.model):
         # The phases may end within a step.
         tokens = steps * batch * length
     unit, size = ("iters", length * batch) if tokens is None else ("samples", length)
@@ -197,7 +197,7 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     for name in ("decay", "warmup", "wsd_decay"):
         in_steps, in_tokens = (values[f"{_SCHED}{name}_{each}"] for each in ("steps", "tokens"))
         lengths[name] = in_steps if in_tokens is None else in_tokens // size
-    if _has_rates(values):
+    if _has_rates(values, run):
         # Its step n trains with the rate of n - 1: both phases begin a step earlier.
         yield "lr_warmup_init", first + (rate - first) * step / lengths["warmup"]
         lengths |= {name: lengths[name] - step for name in ("warmup", "decay")}
@@ -205,11 +205,7 @@ def _schedule(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         yield f"lr_{name}_{unit}", length
 
 
-def _grows(values: Mapping[str, Any]) -> bool:
-    return bool(values["model.rampup_batch_size"] or values["model.step_batch_size_schedule"])
-
-
-def _has_rates(values: Mapping[str, Any]) -> bool:
+def _has_rates(values: Mapping[str, Any], run: Resolved) -> bool:
     """Whether arguments give Megatron-LM the rates that ours have in a warmup and after it.
 
     Its phases can begin a step earlier if steps are of one size, and all rates begin at one.
@@ -218,7 +214,7 @@ def _has_rates(values: Mapping[str, Any]) -> bool:
     steps, tokens = (values[each] or 0 for each in _WARMUP)
     has_end = any(values[f"{_SCHED}decay_{each}"] for each in ("steps", "tokens"))
     is_longer = steps > 1 or tokens > step_tokens
-    return has_end and is_longer and not _grows(values) and values["model.optim.decoupled_lr"] is None
+    return has_end and is_longer and not batch_grows(run.model) and values["model.optim.decoupled_lr"] is None
 
 
 def _data_and_saves(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -270,7 +266,7 @@ def command_line(config: Config) -> CommandLine:
     actions: dict[str, list[Action]] = {}
     for action in megatron_parser()._actions:
         actions.setdefault(action.dest, []).append(action)
-    arguments = {name: value for name, value in (*_by_rows(values, run), *_together(values)) if name in actions}
+    arguments = {name: value for name, value in (*_by_rows(values, run), *_together(values, run)) if name in actions}
     words = [word for name, value in arguments.items() for word in _words(actions[name], value)]
     different = dict(_different(run, words))
     if others := [f"{key}={show(values[key])}" for key in _OF_MODEL if key in different]:
@@ -295,5 +291,5 @@ def _different(run: Resolved, words: Sequence[str]) -> Iterator[tuple[str, str]]
         yield key, f"{key}={show(value)}: Megatron-LM does what {key}={show(back[key])} does"
     key = next((each for each in _WARMUP if ours[each] is not None), _WARMUP[0])
     is_constant = ours[f"{_SCHED}name"] == "constant" and not ours[key]
-    if not _has_rates(ours) and not is_constant:
+    if not _has_rates(ours, run) and not is_constant:
         yield key, f"{key}={show(ours[key])}: step n of Megatron-LM trains with the rate that step n - 1 has here"
