@@ -71,8 +71,9 @@ def _forward_step(
             _before_backward(losses, before_pass)
         loss_sum, num_tokens, report = summed_loss(tensors["loss_mask"], losses)
         if reports_lengths:
-            squares = losses.new_tensor([batch.tokens.numel() * sequence_length], dtype=torch.float32)
-            squares = squares if borders is None else squared_lengths(borders)
+            # A tensor of a number known here would be copied to the GPU, for which the host waits.
+            whole = float(batch.tokens.numel() * sequence_length)
+            squares = report.new_full((1,), whole) if borders is None else squared_lengths(borders)
             report = torch.cat([report, squares / model.spec.layout.cp])
         return loss_sum, num_tokens, report
 
