@@ -279,6 +279,14 @@ UNFILLED_GRADIENTS = Patch(
     "three passes over 200 MB in each layer of GPT-2 small with 128 samples",
     until="fused_attn_bwd heeds fast_zero_fill=False in BF16, which DotProductAttention passes on",
 )
+RESIDUAL_GRADIENTS = Patch(
+    place="transformer_engine_torch",
+    names={"rmsnorm_bwd": None},
+    what="the gradient of a residual stream is added by the norm's kernel beside it (kernels/residual_gradient.py)",
+    why="linear layers with a norm call this one, though Transformer Engine 2.12 has one that adds, rmsnorm_bwd_add; "
+    "autograd then adds in three passes over memory",
+    until="Transformer Engine's LayerNormLinear also returns its input, as its operations do",
+)
 LAYERS = Patch(
     place="megatron.core.transformer.transformer_block",
     names={"build_module": ("spec_or_module", "args", "kwargs")},
