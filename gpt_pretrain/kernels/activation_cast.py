@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 
-from gpt_pretrain.kernels.activation_triton import CastInto, launch_activation, launch_gradient
+from gpt_pretrain.kernels.activation_triton import launch_activation, launch_gradient
+from gpt_pretrain.kernels.fp8_codes_triton import CastInto
 
 
 def pass_through(mlp: Any, activation: str, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:

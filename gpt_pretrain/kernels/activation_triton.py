@@ -5,7 +5,6 @@ would, and writes the tile's codes twice. Instructions count here as much as byt
 SwiGLU of Llama 3 8B on an H200 from 3.6 to 4.1 TB/s, and its gradient from 2.8 to 3.9.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +16,11 @@ from gpt_pretrain.kernels.fp8_codes_triton import (
     TILE_COLUMNS,
     TILE_PAIRS,
     TILE_WARPS,
-    store_transposed,
+    CastInto,
+    cast_passes,
+    raise_amax,
+    read_factor,
+    store_codes,
     tile_grid,
 )
 
@@ -55,42 +58,6 @@ def _read_biased(inputs, bias, rows, columns, inside, width: tl.constexpr, BIASE
 
 
 @triton.jit
-def _factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr):
-    """The factor of the values; one program stores its inverse."""
-    if LARGEST == 0:
-        factor = tl.load(scale)
-    else:
-        # Transformer Engine's compute_scale_from_amax.
-        measured = tl.maximum(tl.load(amax), EPSILON)
-        factor = tl.where((measured > 0) & (measured < float("inf")), tl.div_rn(LARGEST * 1.0, measured), 1.0)
-        factor = tl.minimum(factor, 3.4028234663852886e38)
-    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
-        tl.store(inverse_scale, tl.div_rn(1.0, factor))
-    return factor
-
-
-@triton.jit
-def _measure(magnitudes, amax):
-    # Transformer Engine's amax ignores NaN, and so does a maximum unless everything is NaN.
-    largest = tl.max(magnitudes)
-    tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
-
-
-@triton.jit
-def _write(
-    even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows,
-    stride: tl.constexpr, TRANSPOSES: tl.constexpr,
-):  # fmt: skip
-    even, odd = even * factor, odd * factor
-    rows = 2 * pairs
-    places = into + rows.to(tl.int64)[:, None] * stride + columns[None, :]
-    tl.store(places, even.to(into.dtype.element_ty), mask=(rows < num_rows)[:, None] & inside[None, :])
-    tl.store(places + stride, odd.to(into.dtype.element_ty), mask=(rows + 1 < num_rows)[:, None] & inside[None, :])
-    if TRANSPOSES:
-        store_transposed(even, odd, into_transposed, pairs, columns, inside, num_rows // 2)
-
-
-@triton.jit
 def _activate(
     inputs, bias, rows, columns, num_rows, width: tl.constexpr, ACTIVATION: tl.constexpr, BIASED: tl.constexpr
 ):
@@ -123,14 +90,14 @@ def _activation_kernel(
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     if WRITES:
         # First, so that no tile waits for it.
-        factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
+        factor = read_factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     even = _activate(inputs, bias, 2 * pairs, columns, num_rows, width, ACTIVATION, BIASED)
     odd = _activate(inputs, bias, 2 * pairs + 1, columns, num_rows, width, ACTIVATION, BIASED)
     if MEASURES:
-        _measure(tl.maximum(tl.abs(even), tl.abs(odd)), amax)
+        raise_amax(tl.maximum(tl.abs(even), tl.abs(odd)), amax)
     if WRITES:
         inside = columns < width
-        _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
+        store_codes(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
 
 
 @triton.jit
@@ -171,7 +138,7 @@ def _gradient_kernel(
     columns = tl.program_id(0) * TILE_COLUMNS + tl.arange(0, TILE_COLUMNS)
     if WRITES:
         # First, so that no tile waits for it.
-        factor = _factor(scale, inverse_scale, amax, LARGEST, EPSILON)
+        factor = read_factor(scale, inverse_scale, amax, LARGEST, EPSILON)
     above, below = 2 * pairs, 2 * pairs + 1
     even, even_linear = _differentiate(gradients, inputs, bias, above, columns, num_rows, width, ACTIVATION, BIASED)
     odd, odd_linear = _differentiate(gradients, inputs, bias, below, columns, num_rows, width, ACTIVATION, BIASED)
@@ -179,39 +146,23 @@ def _gradient_kernel(
         magnitudes = tl.maximum(tl.abs(even), tl.abs(odd))
         if ACTIVATION == "swiglu":
             magnitudes = tl.maximum(magnitudes, tl.maximum(tl.abs(even_linear), tl.abs(odd_linear)))
-        _measure(magnitudes, amax)
+        raise_amax(magnitudes, amax)
     if WRITES:
         inside = columns < width
         if ACTIVATION == "swiglu":
             beside = columns + width
-            _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, 2 * width, TRANSPOSES)
+            store_codes(
+                even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, 2 * width, TRANSPOSES
+            )
             even, odd = even_linear, odd_linear
-            _write(even, odd, into, into_transposed, factor, pairs, beside, inside, num_rows, 2 * width, TRANSPOSES)
+            store_codes(
+                even, odd, into, into_transposed, factor, pairs, beside, inside, num_rows, 2 * width, TRANSPOSES
+            )
         else:
-            _write(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
+            store_codes(even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows, width, TRANSPOSES)
         if BIASED:
             sums = bias_gradients + tl.program_id(1) * width + columns
             tl.store(sums, tl.sum(even + odd, axis=0), mask=columns < width)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CastInto:
-    """Where a kernel writes an FP8 tensor, and with which scale."""
-
-    codes: torch.Tensor
-    """[rows, columns], float8_e4m3fn or float8_e5m2."""
-    transposed: torch.Tensor | None
-    """[columns, rows], the same codes; None where no weight gradient reads them."""
-    scale: torch.Tensor
-    """[1], fp32: the factor of the values, unless `scale_from_amax`."""
-    inverse_scale: torch.Tensor
-    """[1], fp32: receives the inverse of the scale."""
-    amax: torch.Tensor
-    """[1], fp32: raised to the largest magnitude."""
-    scale_from_amax: bool
-    """The scale maps the largest magnitude to the largest code."""
-    amax_epsilon: float
-    """A smaller amax counts as this one."""
 
 
 def launch_activation(activation: str, inputs: torch.Tensor, bias: torch.Tensor | None, into: CastInto) -> None:
@@ -251,12 +202,8 @@ def _launch(
     rows = inputs.size(0)
     # Transformer Engine's own rule for FP8. It pairs every row and lets codes be stored in words.
     assert rows % 8 == 0 and width % 16 == 0, f"no FP8 tensor has {rows} rows of {width}"  # noqa: PT018
-    # A scale from the amax takes a second pass, which recomputes the activation: storing it would move more bytes.
-    passes = ((True, False), (False, True)) if into.scale_from_amax else ((True, True),)
-    largest = torch.finfo(into.codes.dtype).max if into.scale_from_amax else 0.0
-    for measures, writes in passes:
+    for constants in cast_passes(into):
         kernel[tile_grid(rows, width)](
             *more, inputs, bias, into.codes, into.transposed, into.scale, into.inverse_scale, into.amax, rows, width,
-            ACTIVATION=activation, BIASED=bias is not None, MEASURES=measures, WRITES=writes,
-            TRANSPOSES=into.transposed is not None, LARGEST=largest, EPSILON=into.amax_epsilon, num_warps=TILE_WARPS,
+            ACTIVATION=activation, BIASED=bias is not None, **constants, num_warps=TILE_WARPS,
         )  # fmt: skip

@@ -5,6 +5,10 @@ FP8 products sum along contiguous memory, so a matrix that one product sums over
 is needed both ways. torch.compile would read the values for each direction, and transpose codes in another kernel.
 """
 
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -62,6 +66,80 @@ def store_transposed(even, odd, into, pairs, columns, inside, num_pairs) -> None
     words = _word(even, odd, into.dtype.element_ty)
     places = into.to(tl.pointer_type(words.dtype)) + columns.to(tl.int64)[:, None] * num_pairs
     tl.store(places + pairs[None, :], tl.trans(words), mask=inside[:, None] & (pairs < num_pairs)[None, :])
+
+
+@triton.jit
+def read_factor(scale, inverse_scale, amax, LARGEST: tl.constexpr, EPSILON: tl.constexpr) -> tl.tensor:
+    """The factor of the values; one program stores its inverse. `LARGEST`: of the codes, to find it from the amax."""
+    if LARGEST == 0:
+        factor = tl.load(scale)
+    else:
+        # Transformer Engine's compute_scale_from_amax.
+        measured = tl.maximum(tl.load(amax), EPSILON)
+        factor = tl.where((measured > 0) & (measured < float("inf")), tl.div_rn(LARGEST * 1.0, measured), 1.0)
+        factor = tl.minimum(factor, 3.4028234663852886e38)
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(inverse_scale, tl.div_rn(1.0, factor))
+    return factor
+
+
+@triton.jit
+def raise_amax(magnitudes, amax) -> None:
+    """Raises the amax, fp32 [1], to the largest of a tile."""
+    # Transformer Engine's amax ignores NaN, and so does a maximum unless everything is NaN.
+    largest = tl.max(magnitudes)
+    tl.atomic_max(amax, tl.where(largest == largest, largest, 0.0), sem="relaxed")  # noqa: PLR0124
+
+
+@triton.jit
+def store_codes(
+    even, odd, into, into_transposed, factor, pairs, columns, inside, num_rows,
+    stride: tl.constexpr, TRANSPOSES: tl.constexpr,
+) -> None:  # fmt: skip
+    """Stores the codes of values times `factor`: in rows of `stride`, and transposed as `store_transposed` does."""
+    even, odd = even * factor, odd * factor
+    rows = 2 * pairs
+    places = into + rows.to(tl.int64)[:, None] * stride + columns[None, :]
+    tl.store(places, even.to(into.dtype.element_ty), mask=(rows < num_rows)[:, None] & inside[None, :])
+    tl.store(places + stride, odd.to(into.dtype.element_ty), mask=(rows + 1 < num_rows)[:, None] & inside[None, :])
+    if TRANSPOSES:
+        store_transposed(even, odd, into_transposed, pairs, columns, inside, num_rows // 2)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CastInto:
+    """Where a kernel writes an FP8 tensor, and with which scale."""
+
+    codes: torch.Tensor
+    """[rows, columns], float8_e4m3fn or float8_e5m2."""
+    transposed: torch.Tensor | None
+    """[columns, rows], the same codes; None where no weight gradient reads them."""
+    scale: torch.Tensor
+    """[1], fp32: the factor of the values, unless `scale_from_amax`."""
+    inverse_scale: torch.Tensor
+    """[1], fp32: receives the inverse of the scale."""
+    amax: torch.Tensor
+    """[1], fp32: raised to the largest magnitude."""
+    scale_from_amax: bool
+    """The scale maps the largest magnitude to the largest code."""
+    amax_epsilon: float
+    """A smaller amax counts as this one."""
+
+
+def cast_passes(into: CastInto) -> Iterator[dict[str, Any]]:
+    """What a kernel that casts does in each of its passes, as its constants.
+
+    A scale from the amax takes a second pass, which computes the values again: storing them would move more bytes.
+    """
+    by_amax = into.scale_from_amax
+    for measures, writes in ((True, False), (False, True)) if by_amax else ((True, True),):
+        yield {
+            "MEASURES": measures,
+            "WRITES": writes,
+            "TRANSPOSES": into.transposed is not None,
+            "LARGEST": torch.finfo(into.codes.dtype).max if by_amax else 0.0,
+            "EPSILON": into.amax_epsilon,
+        }
 
 
 @triton.jit
