@@ -12,9 +12,10 @@ ROWS, WIDTH = 200, 208
 _SPACING = {torch.float8_e4m3fn: 2**-3, torch.float8_e5m2: 2**-2, torch.float16: 2**-10}
 
 
-def _destination(
+def destination(
     shape: tuple[int, int], dtype: torch.dtype, device: str, scale: float | None, *, columnwise: bool = True
 ) -> CastInto:
+    """Where a kernel casts to; a scale of None is found from the largest value."""
     return CastInto(
         codes=torch.zeros(shape, dtype=dtype, device=device),
         transposed=torch.zeros(shape[::-1], dtype=dtype, device=device) if columnwise else None,
@@ -26,7 +27,7 @@ def _destination(
     )
 
 
-def _share_that_differs(into: CastInto, values: torch.Tensor, scale: float | None) -> float:
+def share_that_differs(into: CastInto, values: torch.Tensor, scale: float | None) -> float:
     """Of codes; none is farther from what torch casts than the next one, and the transposed are the same."""
     amax = values.abs().max().float()
     torch.testing.assert_close(into.amax[0], amax, rtol=2**-7, atol=0)
@@ -77,9 +78,9 @@ def share_of_codes_that_differ(
     activated.backward(gradients.double())
     assert exact.grad is not None
 
-    forward = _destination((ROWS, WIDTH), code_dtype, device, scale)
+    forward = destination((ROWS, WIDTH), code_dtype, device, scale)
     launch_activation(activation, inputs, bias, forward)
-    backward = _destination((ROWS, inputs.size(1)), code_dtype, device, scale)
+    backward = destination((ROWS, inputs.size(1)), code_dtype, device, scale)
     of_bias = launch_gradient(activation, gradients, inputs, bias, backward)
     if bias is None:
         assert of_bias is None
@@ -88,8 +89,8 @@ def share_of_codes_that_differ(
         summed_up = exact.grad.to(dtype).double().sum(0)
         torch.testing.assert_close(of_bias.double(), summed_up, rtol=2**-7, atol=0.05)
     return max(
-        _share_that_differs(forward, activated.detach().to(dtype), scale),
-        _share_that_differs(backward, exact.grad.to(dtype), scale),
+        share_that_differs(forward, activated.detach().to(dtype), scale),
+        share_that_differs(backward, exact.grad.to(dtype), scale),
     )
 
 
@@ -106,8 +107,8 @@ def check_that_nan_leaves_amax_and_codes_alone(
 
     def cast(first_row: int) -> list[CastInto]:
         rows, columnwise = ROWS - first_row, first_row == 0
-        forward = _destination((rows, WIDTH), code_dtype, device, scale, columnwise=columnwise)
-        backward = _destination((rows, inputs.size(1)), code_dtype, device, scale, columnwise=columnwise)
+        forward = destination((rows, WIDTH), code_dtype, device, scale, columnwise=columnwise)
+        backward = destination((rows, inputs.size(1)), code_dtype, device, scale, columnwise=columnwise)
         launch_activation(activation, inputs[first_row:], bias, forward)
         launch_gradient(activation, gradients[first_row:], inputs[first_row:], bias, backward)
         return [forward, backward]

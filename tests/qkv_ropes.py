@@ -10,6 +10,7 @@ import torch
 from gpt_pretrain.kernels import qkv_rope_triton
 from gpt_pretrain.kernels.qkv_rope import HeadNorms, split_and_rotate
 from tests import emulated_training
+from tests.activation_casts import destination, share_that_differs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,3 +206,37 @@ def counted_launches(*, normalizes: bool) -> Iterator[list[Mock]]:
             stack.enter_context(patch.object(qkv_rope_triton, name, Mock(wraps=getattr(qkv_rope_triton, name))))
             for name in LAUNCHES[normalizes]
         ]
+
+
+# An odd number of sequences, and a last tile that is not full; heads of one group, and keys of one head.
+CAST_SHAPES = (
+    Shape(length=44, batch=3, groups=3, heads=4, width=32, turned=32),
+    Shape(length=7, batch=2, groups=1, heads=7, width=16, turned=16),
+)
+
+
+def share_of_cast_codes_that_differ(
+    device: str, dtype: torch.dtype, code_dtype: torch.dtype, shapes: Sequence[Shape], *, scale: float | None
+) -> float:
+    """Of gradients that are joined, rotated back and cast; what differs is rounded to the neighbour.
+
+    Args:
+        device: Where to compute.
+        dtype: Of the gradients.
+        code_dtype: Of the codes; float16 where FP8 is not rounded as GPUs round.
+        shapes: Of the projections.
+        scale: What values are multiplied by; None finds it from the largest.
+    """
+    shares = []
+    for shape in shapes:
+        angles = make_angles(shape.length, shape.turned, device)
+        mixed = make_mixed(shape, torch.float64, device).requires_grad_()
+        split = split_and_rotate_in_fp64(mixed, angles, shape.width)
+        for kind in ("contiguous", "joined", "different"):
+            gradients = make_gradients(shape, dtype, device, kind)
+            (exactly,) = torch.autograd.grad(split, mixed, [each.double() for each in gradients], retain_graph=True)
+            expected = exactly.to(dtype).flatten(2).flatten(0, 1)
+            into = destination(tuple(expected.shape), code_dtype, device, scale)
+            qkv_rope_triton.launch_rope_cast(gradients, angles, into, batch=shape.batch, num_groups=shape.groups)
+            shares.append(share_that_differs(into, expected, scale))
+    return max(shares)

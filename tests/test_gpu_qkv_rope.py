@@ -4,6 +4,7 @@ With norms in the same kernel it rounds less often than Transformer Engine.
 """
 
 from collections import Counter
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from gpt_pretrain.kernels import qkv_rope_triton
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from tests.launching import gpu_environment, run_ranks
 from tests.qkv_ropes import (
+    CAST_SHAPES,
     EPSILON,
     Shape,
     check_against_fp64,
@@ -21,6 +23,7 @@ from tests.qkv_ropes import (
     make_gradients,
     make_mixed,
     make_norms,
+    share_of_cast_codes_that_differ,
     split_and_rotate_in_fp64,
 )
 from tests.rounding import fp8_anew_tolerance, loss_tolerance
@@ -85,6 +88,31 @@ def test_layers_train_bit_for_bit_as_with_separate_kernels(precision, monkeypatc
         launches.clear()
     assert counts == {SEPARATE: {}, FUSED: {False: passes, True: passes}}
     assert curves[FUSED] == curves[SEPARATE]
+
+
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_casts_what_it_rotates_back(codes):
+    shapes = [*CAST_SHAPES, SHAPES["Llama 3 8B"]]
+    for scale in (3.0, None):
+        assert share_of_cast_codes_that_differ("cuda", torch.bfloat16, codes, shapes, scale=scale) <= 0.01
+
+
+@pytest.mark.parametrize("precision", ["delayed", "tensorwise"])
+def test_layers_train_as_with_separate_casts(precision, monkeypatch):
+    monkeypatch.setenv("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
+    case = CASES["llama3"]
+    weights = te_names(map_weights(build_reference(case), case))
+    curves, counts = {}, {}
+    for cast in ("false", "true"):
+        with (
+            patch.object(qkv_rope_triton, "launch_rope_cast", Mock(wraps=qkv_rope_triton.launch_rope_cast)) as launch,
+            built_training(case, weights, *TE_BF16, f"fp8={precision}", f"model.qkv_cast_fusion={cast}") as training,
+        ):
+            curves[cast] = train_ours(training, 10)
+            counts[cast], passes = launch.call_count, 10 * case.layers * len(training.batches)
+    assert counts == {"false": 0, "true": passes}
+    # The same bits are cast with the same scales.
+    assert curves["true"] == curves["false"]
 
 
 @pytest.mark.parametrize("name", SHAPES)

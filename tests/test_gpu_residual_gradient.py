@@ -58,8 +58,8 @@ def test_layers_train_as_with_separate_sums(precision, kernels):
 
 
 @pytest.mark.gpu(count=2)
-@pytest.mark.parametrize("precision", ["none", "delayed"])
-def test_layouts_train_as_with_separate_sums(precision):
-    program = ["tests/programs/residual_layouts.py", f"fp8={precision}"]
-    done = run_ranks(2, program, env=gpu_environment(2), timeout_s=300)
+@pytest.mark.parametrize("fp8", [(), ("fp8=delayed",)], ids=["bf16", "delayed"])
+def test_layouts_train_as_with_separate_kernels(fp8):
+    """The cast of the gradient of queries, keys and values, too."""
+    done = run_ranks(2, ["tests/programs/fused_gradient_layouts.py", *fp8], env=gpu_environment(2), timeout_s=300)
     assert done.returncode == 0, done.stderr[-6000:]

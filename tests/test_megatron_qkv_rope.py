@@ -34,6 +34,18 @@ def test_the_kernel_interpreted_normalizes_and_trains_as_separate_operations_do(
     interpret_kernels(INTERPRETED.format(rtol=2e-6, normalizes=True, more="check_sums_of_programs()"))
 
 
+def test_the_kernel_interpreted_casts_what_it_rotates_back():
+    """Triton's interpreter does not round FP8 as GPUs do."""
+    program = """
+import torch
+from tests.qkv_ropes import CAST_SHAPES, share_of_cast_codes_that_differ
+for scale in (3.0, None):
+    share = share_of_cast_codes_that_differ("cpu", torch.float16, torch.float16, CAST_SHAPES, scale=scale)
+    assert share <= 0.01, (scale, share)
+"""
+    interpret_kernels(program)
+
+
 def test_tensor_parallel_ranks_get_the_gradients_of_separate_norms():
     program = "import sys; from tests.programs.normalized_layouts import main; sys.argv[1:] = [{!r}]; main()"
     interpret_kernels(program.format("trainer.precision=fp32"), num_ranks=2)

@@ -1,4 +1,4 @@
-"""Two ranks whose norms' backward kernels add the residual stream's gradient, and with separate sums, in each layout.
+"""Two ranks whose layers join, sum and cast gradients in fused kernels, and in separate ones, in each layout.
 
 OVERRIDES. The losses of four steps must agree as far as BF16 goes, while they fall.
 """
@@ -15,7 +15,7 @@ from tests.emulated_training import TINY, build_training_of
 from tests.refusals import compose_quickly
 from tests.rounding import fp8_anew_tolerance, loss_tolerance
 
-LLAMA = ("model.normalization=rmsnorm", "model.bias=false", "trainer.precision=bf16")
+LLAMA = ("model.hidden_size=256", "model.normalization=rmsnorm", "model.bias=false", "trainer.precision=bf16")
 LAYOUTS = ("tp2_sp", "pp2", "dp", "zero2", "fsdp")
 
 
@@ -24,8 +24,9 @@ def main() -> None:
     for layout in LAYOUTS:
         losses = {}
         for fused in (False, True):
-            asked = f"model.residual_gradient_fusion={str(fused).lower()}", "model.transformer_engine=true"
-            config = compose_quickly([*TINY, *LLAMA, f"parallelism={layout}", *asked, *sys.argv[1:]])
+            given = [*TINY, *LLAMA, f"parallelism={layout}", "model.transformer_engine=true", *sys.argv[1:]]
+            keys = ["residual_gradient_fusion"] + ["qkv_cast_fusion"] * any(each.startswith("fp8=") for each in given)
+            config = compose_quickly([*given, *(f"model.{key}={str(fused).lower()}" for key in keys)])
             with process_groups(config.model, read_launch(), detect_platform()):
                 training = build_training_of(config)
                 losses[fused] = torch.tensor([training.step() for _ in range(4)])
