@@ -1,4 +1,4 @@
-"""`model.embedding_gradient_fusion`: gradients of looked-up embeddings go to their rows of the main gradient, in fp32.
+"""`model.embedding_gradient_fusion`: gradients of looked-up embeddings go to their rows of the main gradient.
 
 Otherwise each microbatch writes the gradient of the whole table in BF16, mostly zeros, reads it again and adds it to
 the main gradient: 12 bytes per weight of the table, 2.8 ms for Llama 3's on an H200. `kernels.embedding` adds the rows.
@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, override
 
-from gpt_pretrain.config.choices import Precision
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Resolved, RunSpec
 
 
@@ -22,8 +21,6 @@ class EmbeddingGradient(FusedKernel):
         model = run.model
         if model.gradient_accumulation_fusion is False:
             yield "model.gradient_accumulation_fusion=false", "a tied LM head must also add its gradient in the product"
-        if not model.grad_reduce_in_fp32 and run.config.trainer.precision is not Precision.fp32:
-            yield "model.grad_reduce_in_fp32=false", "BF16 would round every token's gradient"
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
@@ -49,7 +46,7 @@ class EmbeddingGradient(FusedKernel):
 
 @cache
 def embedding_class() -> Any:
-    """megatron-core's embedding, whose backward pass adds to the main gradient, which must be fp32."""
+    """megatron-core's embedding, whose backward pass adds to the main gradient."""
     from megatron.core.tensor_parallel import mappings
     from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
     from torch import is_grad_enabled

@@ -112,7 +112,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             hidden_gradient = torch.empty_like(hidden)
             # A BF16 main gradient must be rounded once per microbatch, so it cannot take a sum over several chunks.
             in_place = accumulate and (chunk >= num_tokens or weight.main_grad.dtype is torch.float32)
-            weight_gradient = weight.main_grad if in_place else torch.zeros_like(weight, dtype=torch.float32)
+            weight_gradient = weight.main_grad if in_place else torch.empty_like(weight, dtype=torch.float32)
         for start in range(0, num_tokens, chunk):
             here = slice(start, min(start + chunk, num_tokens))
             logits = buffer[: here.stop - start]
@@ -123,7 +123,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 reduced = log_sum - torch.log1p(2 * z_loss * log_sum) if z_loss else log_sum
                 turn_into_gradient(logits, labels[here], reduced, loss_gradient[here], cap)
                 torch.mm(logits, weight, out=hidden_gradient[here])
-                accumulate_weight_gradient(hidden[here], logits, weight_gradient)
+                overwrites = start == 0 and not in_place
+                accumulate_weight_gradient(hidden[here], logits, weight_gradient, overwrites=overwrites)
         if wants_gradient and accumulate and not in_place:
             weight.main_grad.add_(weight_gradient)
         ctx.weight, ctx.loss_gradient = weight, loss_gradient
@@ -149,21 +150,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def accumulate_weight_gradient(
-    layer_input: torch.Tensor, output_gradient: torch.Tensor, main_grad: torch.Tensor
+    layer_input: torch.Tensor, output_gradient: torch.Tensor, main_grad: torch.Tensor, *, overwrites: bool = False
 ) -> None:
-    """main_grad += output_gradientᵀ · layer_input, in the type of the main gradient.
+    """main_grad += output_gradientᵀ · layer_input, in the type of the main gradient; = if it `overwrites`.
 
     Inputs [tokens, in] and gradients [tokens, out] have one type, the main gradient [out, in] has that or fp32. torch's
     `addmm` is the product of cuBLAS that apex's `fused_weight_gradient_mlp_cuda` computes.
     """
-    transposed = output_gradient.t()
+    transposed, beta = output_gradient.t(), 0 if overwrites else 1
     if main_grad.dtype is layer_input.dtype:
-        main_grad.addmm_(transposed, layer_input)
+        main_grad.addmm_(transposed, layer_input, beta=beta)
     elif main_grad.is_cuda:
-        torch.addmm(main_grad, transposed, layer_input, out_dtype=main_grad.dtype, out=main_grad)
+        torch.addmm(main_grad, transposed, layer_input, out_dtype=main_grad.dtype, beta=beta, out=main_grad)
     else:
         # Only on a GPU can torch multiply into a wider type.
-        main_grad.addmm_(transposed.to(main_grad.dtype), layer_input.to(main_grad.dtype))
+        main_grad.addmm_(transposed.to(main_grad.dtype), layer_input.to(main_grad.dtype), beta=beta)
 
 
 def _of_all_ranks(statistics: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:

@@ -1,4 +1,7 @@
-"""Embeddings whose gradients are added to their rows of the weight's main gradient (`weight.main_grad`, fp32)."""
+"""Embeddings whose gradients are added to their rows of the weight's main gradient (`weight.main_grad`).
+
+The gradients of a microbatch's tokens in a row are summed in fp32 first, so that a BF16 main gradient is rounded once.
+"""
 
 from typing import Any
 
@@ -40,7 +43,9 @@ class _Lookup(torch.autograd.Function):
             add_rows(weight.main_grad, tokens, token_gradients.contiguous())
         else:
             # The gradients of other ranks' rows are zeros.
-            weight.main_grad.index_add_(0, tokens.clamp(min=0), token_gradients.float())
+            met, places = tokens.clamp(min=0).unique(return_inverse=True)
+            sums = weight.main_grad[met].float().index_add_(0, places, token_gradients.float())
+            weight.main_grad[met] = sums.to(weight.main_grad.dtype)
         weight.grad_added_to_main_grad = True
         # Data parallelism waits for a gradient of each weight, but does not read this one.
         return None, None if ctx.is_tied else torch.empty_like(weight), None, None

@@ -41,15 +41,16 @@ def _add_rows_kernel(
             total += tl.sum(values.to(tl.float32), axis=0)
             start += TOKENS
         target = table + row * width + columns
-        tl.store(target, tl.load(target, mask=inside) + total, mask=inside)
+        total += tl.load(target, mask=inside).to(tl.float32)
+        tl.store(target, total.to(table.dtype.element_ty), mask=inside)
 
 
 def add_rows(table: torch.Tensor, rows: torch.Tensor, gradients: torch.Tensor) -> None:
-    """Adds the gradient of each token, [tokens, h] of any floating type, to its row of a table, fp32 [rows, h].
+    """Adds the gradient of each token, [tokens, h], to its row of a table, [rows, h]; both of any floating type.
 
     `rows`, int64 [tokens], is -1 for a token without a row. Table and gradients are contiguous. Tokens are sorted by
-    row, and one program sums all gradients of a row in a fixed order. `index_add_` would add with atomics, so that two
-    runs differ in the last bit, and need gradients in fp32.
+    row, and one program sums all gradients of a row in fp32, in a fixed order, and rounds once. `index_add_` would add
+    with atomics, so that two runs differ in the last bit, and would round each gradient to the table's type.
     """
     num_tokens, width = gradients.shape
     by_row, order = torch.sort(rows, stable=True)
