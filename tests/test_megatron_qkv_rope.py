@@ -4,9 +4,11 @@ import pytest
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
+from gpt_pretrain.config.errors import ConfigError
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.plan.stages import layer_activations, plan_stages
+from gpt_pretrain.rules.machine import check_machine
 from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
 from tests.refusals import compose_quickly
@@ -133,3 +135,42 @@ def test_null_takes_it_with_norms_too_and_the_plan_counts_the_projection(model):
     tokens, values = made.micro_batch_size * made.encoder_seq_length, made.num_query_groups * made.kv_channels
     # The values in BF16 more; no statistic in fp32 of each head of queries and keys.
     assert fused - separate == tokens * (2 * values - 4 * (made.num_attention_heads + made.num_query_groups))
+
+
+CAST = "qkv_cast_fusion"
+LLAMA = ("model=llama3_8b", "data=mock", "model.num_layers=2")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        ((), "model.fp8=false"),
+        (("fp8=blockwise",), "model.fp8_recipe=blockwise"),
+        (("fp8=delayed", "model.fused_single_qkv_rope=false"), "model.fused_single_qkv_rope=false"),
+        (("fp8=delayed", "model.qk_layernorm=true"), "model.qk_layernorm=true"),
+        (("fp8=delayed", "model.qkv_bias=true"), "model.qkv_bias=true"),
+        (("fp8=delayed", "model.rotary_percentage=0.5"), "model.rotary_percentage=0.5"),
+        (("fp8=delayed", "model.num_attention_heads=128"), "heads of 32 elements"),
+        (("fp8=delayed", "model.fp8_exclude=['*linear_qkv']"), "model.fp8_exclude=['*linear_qkv']"),
+        (
+            ("fp8=delayed", "model.activations_checkpoint_granularity=selective"),
+            "model.activations_checkpoint_granularity=selective",
+        ),
+    ],
+)
+def test_the_cast_is_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
+    (message,) = broken_rules(*LLAMA, f"model.{CAST}=true", *overrides)
+    assert message.startswith(f"model.{CAST}=true ")
+    assert f" {named}: " in message
+    assert message.endswith("use null or false")
+    assert broken_rules(*LLAMA, *overrides) == []
+    assert not spec_of(compose_quickly([*LLAMA, *overrides]), H200).kernels.features[CAST]
+
+
+def test_null_casts_with_the_kernel_that_rotates():
+    asked = [*LLAMA, "fp8=delayed"]
+    assert spec_of(compose_quickly(asked), H200).kernels.features[CAST]
+    assert spec_of(compose_quickly([*LLAMA, "fp8=tensorwise"]), H200).kernels.features[CAST]
+    assert not spec_of(compose_quickly([*asked, "parallelism=tp2_sp"]), H200).kernels.features[CAST]
+    with pytest.raises(ConfigError, match=r"needs model\.fused_single_qkv_rope=true: null leaves that out"):
+        check_machine(spec_of(compose_quickly(["model=gpt2_124m", *asked[1:], f"model.{CAST}=true"]), H200))

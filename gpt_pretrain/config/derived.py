@@ -56,6 +56,12 @@ def shards_weights(model: ModelConfig) -> bool:
     return model.data_parallel_sharding_strategy is ShardingStrategy.optim_grads_params
 
 
+def is_whole(model: ModelConfig) -> bool:
+    """Whether each GPU has the whole model, with its gradients, and whole sequences."""
+    sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
+    return set(sizes) == {1} and model.expert_model_parallel_size == 1 and not shards_gradients(model)
+
+
 def layers_with_value_embeddings(model: ModelConfig) -> list[int]:
     """Numbers, from 0, of the layers whose attention adds vectors of tokens to its values: every n-th from the last."""
     freq = model.value_embedding_freq

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, override
 
-from gpt_pretrain.config.derived import kv_channels, num_query_groups
+from gpt_pretrain.config.derived import is_whole, kv_channels, num_query_groups
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
 from gpt_pretrain.features.qkv_rope import QkvRope
@@ -33,7 +33,7 @@ class QkvCast(FusedKernel):
             yield cause, "these layers cast for themselves"
         elif settings.recipe.numerics.block is not None:
             yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
-        if model.fused_single_qkv_rope is False:
+        if QkvRope().wanted(model) is False:
             yield "model.fused_single_qkv_rope=false", "another kernel rotates the gradient then"
         yield from self.needs(model, "it does not know norms of queries and keys", qk_layernorm=False)
         why = "the bias's gradient is summed up in the cast that it replaces"
@@ -54,7 +54,9 @@ class QkvCast(FusedKernel):
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        return kernels.transformer_engine and platform.is_hopper and kernels.features[QkvRope.key]
+        fits = kernels.transformer_engine and platform.is_hopper and kernels.features[QkvRope.key]
+        # The other layouts have not run on GPUs with it.
+        return fits and is_whole(run.model)
 
     @override
     def lacks(self, spec: RunSpec) -> Iterator[Lack]:

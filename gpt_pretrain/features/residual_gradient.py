@@ -7,7 +7,8 @@ behind them; where experts follow, the norm before them is a layer of its own an
 from collections.abc import Iterator
 from typing import Any, override
 
-from gpt_pretrain.config.choices import Normalization
+from gpt_pretrain.config.choices import LayerName, Normalization
+from gpt_pretrain.config.derived import is_whole
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.feature import FusedKernel, Kernels, Obstacle, Platform, Resolved
 
@@ -28,10 +29,13 @@ class ResidualGradient(FusedKernel):
         yield from self.needs(
             model, "not tested with experts' overlapped passes", overlap_moe_expert_parallel_comm=False
         )
+        if model.layer is not LayerName.gpt:
+            yield f"model.layer={model.layer.name}", "layers of extensions may have their norms elsewhere"
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        return kernels.transformer_engine and platform.is_hopper
+        # The other layouts have not run on GPUs with it.
+        return kernels.transformer_engine and platform.is_hopper and is_whole(run.model)
 
     @override
     def prepare(self) -> None:
