@@ -10,6 +10,7 @@ import torch
 from gpt_pretrain.fp8.observer import observe_products
 from gpt_pretrain.kernels import activation_cast
 from tests.activation_casts import check_that_nan_leaves_amax_and_codes_alone, share_of_codes_that_differ
+from tests.rounding import fp8_anew_tolerance, loss_tolerance
 from tests.test_gpu_parity import CASES as PARITY
 from tests.test_gpu_parity import TE_BF16
 from tests.transformers_reference import build_reference, built_training, map_weights, run_model, te_names, train_ours
@@ -96,6 +97,7 @@ def test_layers_train_as_with_separate_kernels(name, precision):
             case, weights, *TE_BF16, f"fp8={precision}", fusion, "model.cuda_graph_impl=none", "model.optim.lr=2e-4"
         ) as training:
             curves[fusion] = train_ours(training, 10)
+            model = training.config.model
             seen = set()
             with observe_products(
                 training.trainable.model.gpt_chunks,
@@ -104,8 +106,10 @@ def test_layers_train_as_with_separate_kernels(name, precision):
                 training.step()
             formats[fusion] = seen
     assert formats[FUSED] == formats[SEPARATE]
-    # By the tenth step the batch is nearly known by heart.
-    assert curves[FUSED][0] == pytest.approx(curves[SEPARATE][0], rel=5e-3, abs=5e-3)
+    for step, (ours, separate) in enumerate(zip(curves[FUSED][0], curves[SEPARATE][0], strict=True), start=1):
+        # By the tenth step the batch is nearly known by heart.
+        tolerance = loss_tolerance(model, torch.bfloat16, step) + fp8_anew_tolerance(model, step)
+        assert ours == pytest.approx(separate, rel=tolerance, abs=5e-3)
     # 5.1% was seen at a norm of 0.93, where the first is 16.
     assert curves[FUSED][1] == pytest.approx(curves[SEPARATE][1], rel=0.1)
     # The first step has seen no update yet: nothing has come apart.
