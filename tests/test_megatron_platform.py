@@ -42,6 +42,7 @@ TE, ACTIVATION, DROPOUT, SOFTMAX, ROPE, QKV, GRADIENT, LOSS = (
     "cross_entropy_fusion_impl",
 )
 CAST, ROWS, ATTENTION = "activation_cast_fusion", "embedding_gradient_fusion", "torch_attention"
+SUM, QKV_CAST = "residual_gradient_fusion", "qkv_cast_fusion"
 FUSED_LOSS = "cross_entropy_loss_fusion"
 NATIVE, LINEAR = (f"model.cross_entropy_fusion_impl={name}" for name in ("native", "linear"))
 
@@ -78,14 +79,14 @@ def active(kernels: Kernels) -> set[str]:
     [
         (CPU, [], set()),
         (CPU, ["model=gpt2_124m"], set()),
-        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         # A learned position table: no rope to fuse.
         (GPU, ["model=gpt2_124m", *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
         # 17,408 tokens for 50,257 rows are more than a third, and so are 8,192 for 16,032 of 128,256 rows on each rank.
         (GPU, ["model=gpt2_124m", *MICRO17], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS}),
         (GPU, ["model=llama3_8b", *TP8], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS}),
         # Separate operations are asked for, and so is what the one kernel was not tried with.
-        (GPU, ["model=llama3_8b", f"model.{ROPE}=false"], {TE, ACTIVATION, DROPOUT, GRADIENT, ROWS, LOSS}),
+        (GPU, ["model=llama3_8b", f"model.{ROPE}=false"], {TE, ACTIVATION, DROPOUT, SUM, GRADIENT, ROWS, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "model.cuda_graph_impl=local"],
@@ -95,31 +96,47 @@ def active(kernels: Kernels) -> set[str]:
         (GPU, ["model=gpt2_124m", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (GPU, GELU_WITHOUT_BIAS, {TE, DROPOUT, GRADIENT, LOSS}),
         # To be compared with: the plain loss.
-        (GPU, ["model=llama3_8b", "trainer.deterministic=true"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS}),
+        (
+            GPU,
+            ["model=llama3_8b", "trainer.deterministic=true"],
+            {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, GRADIENT, ROWS},
+        ),
         (GPU, SMALL_IN_FP8, {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
         (GPU, [*SMALL_IN_FP8, "model.cuda_graph_impl=none"], {TE, ACTIVATION, CAST, DROPOUT, GRADIENT, LOSS}),
         (GPU, [*SMALL_IN_FP8, *MICRO16], {TE, ACTIVATION, DROPOUT, GRADIENT, LOSS, "cuda_graph_impl"}),
-        (GPU, ["model=llama3_8b", "model.fp8=true"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
-        (GPU, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "model.fp8=true"],
+            {TE, ACTIVATION, CAST, DROPOUT, SUM, ROPE, QKV, QKV_CAST, GRADIENT, ROWS, LOSS},
+        ),
+        (
+            GPU,
+            ["model=llama3_8b", "fp8=delayed"],
+            {TE, ACTIVATION, CAST, DROPOUT, SUM, ROPE, QKV, QKV_CAST, GRADIENT, ROWS, LOSS},
+        ),
         (
             GPU,
             ["model=llama3_8b", "fp8=delayed", f"model.{CAST}=false"],
-            {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS},
+            {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, QKV_CAST, GRADIENT, ROWS, LOSS},
         ),
-        (GPU, ["model=llama3_8b", "fp8=tensorwise"], {TE, ACTIVATION, CAST, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
-        (GPU, ["model=llama3_8b", "fp8=blockwise"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (
+            GPU,
+            ["model=llama3_8b", "fp8=tensorwise"],
+            {TE, ACTIVATION, CAST, DROPOUT, SUM, ROPE, QKV, QKV_CAST, GRADIENT, ROWS, LOSS},
+        ),
+        (GPU, ["model=llama3_8b", "fp8=blockwise"], {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (B200, ["model=llama3_8b", "fp8=delayed"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         # Settings that exclude it come first, as it would be refused beside them.
         (GPU, ["model=gpt2_124m", "fp8=delayed", "model.activation=gelu"], {TE, DROPOUT, GRADIENT, LOSS}),
         (
             GPU,
             ["model=llama3_8b", "fp8=delayed", f"model.{ACTIVATION}=false"],
-            {TE, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS},
+            {TE, DROPOUT, SUM, ROPE, QKV, QKV_CAST, GRADIENT, ROWS, LOSS},
         ),
         (
             GPU,
             ["model=llama3_8b", "model.grad_reduce_in_fp32=false"],
-            {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, LOSS},
+            {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, GRADIENT, ROWS, LOSS},
         ),
         (GPU, ["fp8=delayed", "model.fp8_emulate=true"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, LOSS}),
         (
@@ -127,11 +144,11 @@ def active(kernels: Kernels) -> set[str]:
             ["model=llama3_8b", "model.transformer_engine=false"],
             {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS},
         ),
-        (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, LOSS}),
+        (GPU, ["model=llama3_8b", f"model.{GRADIENT}=false"], {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, LOSS}),
         (GPU_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
         (GPU_WITH_BROKEN_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
         # PyTorch's attention has no softmax of its own; megatron-core's, for references, is apex's.
-        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, ROPE, QKV, GRADIENT, ROWS, LOSS}),
+        (GPU_WITH_APEX, ["model=llama3_8b"], {TE, ACTIVATION, DROPOUT, SUM, ROPE, QKV, GRADIENT, ROWS, LOSS}),
         (APEX_WITHOUT_TE, ["model=llama3_8b"], {ACTIVATION, DROPOUT, ATTENTION, QKV, GRADIENT, ROWS, LOSS}),
         (
             APEX_WITHOUT_TE,
@@ -318,7 +335,8 @@ def test_more_processes_than_gpus_are_refused() -> None:
         (
             GPU,
             "Transformer Engine 2.12.0",
-            "bias_activation_fusion, bias_dropout_add_fusion, apply_rope_fusion, fused_single_qkv_rope, "
+            "bias_activation_fusion, bias_dropout_add_fusion, residual_gradient_fusion, apply_rope_fusion, "
+            "fused_single_qkv_rope, "
             "gradient_accumulation_fusion, embedding_gradient_fusion, cross_entropy_fusion_impl (linear)",
             "not installed: nothing is lost but speed",
         ),

@@ -8,9 +8,9 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from gpt_pretrain.config.errors import ConfigError
-from gpt_pretrain.features.residual_gradient import ResidualGradient
+from gpt_pretrain.features.residual_gradient import ResidualGradient, sum_beside_norm
 from gpt_pretrain.kernels import residual_gradient
-from gpt_pretrain.kernels.residual_gradient import adding_what_waits, sum_beside_norm
+from gpt_pretrain.kernels.residual_gradient import adding_what_waits
 from gpt_pretrain.megatron.layers import TorchNorm
 from gpt_pretrain.rules.machine import check_machine
 from tests.platforms import CPU, H200, spec_of

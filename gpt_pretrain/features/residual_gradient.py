@@ -4,7 +4,7 @@
 behind them; where experts follow, the norm before them is a layer of its own and keeps the separate sum.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, override
 
 from gpt_pretrain.config.choices import LayerName, Normalization
@@ -48,10 +48,18 @@ class ResidualGradient(FusedKernel):
     def build_into_layer(self, layer: Any, model: ModelConfig) -> None:
         from megatron.core.transformer.identity_op import IdentityOp
 
-        from gpt_pretrain.kernels.residual_gradient import sum_beside_norm
-
         parts = layer.submodules
         if parts.input_layernorm is IdentityOp:
             parts.self_attn_bda = sum_beside_norm
         if parts.pre_mlp_layernorm is IdentityOp:
             parts.mlp_bda = sum_beside_norm
+
+
+def sum_beside_norm(training: bool, fused: bool) -> Callable[..., Any]:
+    """megatron-core's `get_bias_dropout_add`, but the gradient of the residual stream waits for the norm's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+
+    from gpt_pretrain.kernels.residual_gradient import let_wait
+
+    add = get_bias_dropout_add(training, fused)
+    return lambda outputs, residual, dropout: add(outputs, let_wait(residual), dropout)

@@ -17,18 +17,11 @@ _waiting: list[tuple[int, torch.Tensor]] = []
 """At most one: where the norm's input is, and the gradient to add."""
 
 
-def sum_beside_norm(training: bool, fused: bool) -> Callable[..., torch.Tensor]:
-    """megatron-core's `get_bias_dropout_add`, for a residual stream that Transformer Engine's RMSNorm has read."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-
-    add = get_bias_dropout_add(training, fused)
-
-    def add_to(outputs: Any, residual: torch.Tensor, dropout: float) -> torch.Tensor:
-        if torch.is_grad_enabled() and residual.requires_grad:
-            residual = _Wait.apply(residual)  # type: ignore[no-untyped-call]
-        return add(outputs, residual, dropout)  # type: ignore[no-any-return]
-
-    return add_to
+def let_wait(residual: torch.Tensor) -> torch.Tensor:
+    """A residual stream that Transformer Engine's RMSNorm has read, for the sum behind; its gradient waits."""
+    if not torch.is_grad_enabled() or not residual.requires_grad:
+        return residual
+    return _Wait.apply(residual)  # type: ignore[no-any-return, no-untyped-call]
 
 
 class _Wait(torch.autograd.Function):
