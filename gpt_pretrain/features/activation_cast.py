@@ -9,28 +9,24 @@ from typing import Any, override
 
 from gpt_pretrain.config.choices import Activation
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
-from gpt_pretrain.run.fp8 import Fp8Settings, local_layers
+from gpt_pretrain.features.feature import Kernels, Obstacle, Platform, Recipe, Resolved
+from gpt_pretrain.features.fused_cast import FusedCast
+from gpt_pretrain.run.fp8 import Fp8Settings
 from gpt_pretrain.run.products import FC1, FC2
 
 
-class ActivationCast(FusedKernel):
+class ActivationCast(FusedCast):
     """One kernel for the MLP's activation and its cast to FP8, another for the gradients; null: on Hopper."""
 
     key = "activation_cast_fusion"
     after = "bias_activation_fusion"
-    changes_te_layers = True
+    nothing_to_cast = "there is no cast to compute an activation with"
 
     @override
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
         model, settings = run.model, run.fp8
-        if settings is None:
-            yield "model.fp8=false", "there is no cast to compute an activation with"
-        elif cause := local_layers(model):
-            yield cause, "these layers cast for themselves"
-        elif settings.recipe.numerics.block is not None:
-            yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
-        elif model.tp_comm_overlap and not settings.recipe.keeps_history:
+        yield from super().own_obstacles(run, sizes_known=sizes_known)
+        if settings is not None and model.tp_comm_overlap and not settings.recipe.keeps_history:
             yield "model.tp_comm_overlap=true", "tested with user buffers under delayed scaling only"
         if model.activation is Activation.gelu:
             yield "model.activation=gelu", "it computes GELU's tanh form"
@@ -42,16 +38,10 @@ class ActivationCast(FusedKernel):
             yield f"model.num_moe_experts={model.num_moe_experts}", "experts have their own MLP"
         elif settings is not None and sizes_known:
             yield from _no_layer_to_fuse_in(run, settings)
-        yield from self.needs(model, "not tested with recomputation", activations_checkpoint_granularity=None)
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
         return kernels.transformer_engine and platform.is_hopper and run.fp8 is not None
-
-    @override
-    def lacks(self, spec: RunSpec) -> Iterator[Lack]:
-        if spec.platform.cuda and not spec.platform.is_hopper:
-            yield "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
 
     @override
     def build_into_layer(self, layer: Any, model: ModelConfig) -> None:

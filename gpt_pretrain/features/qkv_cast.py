@@ -9,30 +9,25 @@ from typing import Any, override
 
 from gpt_pretrain.config.derived import is_whole, kv_channels, num_query_groups
 from gpt_pretrain.config.schema import ModelConfig
-from gpt_pretrain.features.feature import FusedKernel, Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
+from gpt_pretrain.features.feature import Kernels, Lack, Obstacle, Platform, Recipe, Resolved, RunSpec
+from gpt_pretrain.features.fused_cast import FusedCast
 from gpt_pretrain.features.qkv_rope import QkvRope
-from gpt_pretrain.run.fp8 import local_layers
 from gpt_pretrain.run.products import QKV
 
 _WIDTHS = 64, 128, 256
 
 
-class QkvCast(FusedKernel):
+class QkvCast(FusedCast):
     """Cast the gradient of queries, keys and values to FP8 where it is rotated; null: with that kernel on Hopper."""
 
     key = "qkv_cast_fusion"
     after = QkvRope.key
-    changes_te_layers = True
+    nothing_to_cast = "there is no cast to rotate with"
 
     @override
     def own_obstacles(self, run: Resolved, *, sizes_known: bool) -> Iterator[Obstacle]:
-        model, settings = run.model, run.fp8
-        if settings is None:
-            yield "model.fp8=false", "there is no cast to rotate with"
-        elif cause := local_layers(model):
-            yield cause, "these layers cast for themselves"
-        elif settings.recipe.numerics.block is not None:
-            yield f"model.fp8_recipe={settings.recipe.name}", "it has one scale for each block of a tensor"
+        model = run.model
+        yield from super().own_obstacles(run, sizes_known=sizes_known)
         if QkvRope().wanted(model) is False:
             yield "model.fused_single_qkv_rope=false", "another kernel rotates the gradient then"
         yield from self.needs(model, "it does not know norms of queries and keys", qk_layernorm=False)
@@ -41,7 +36,6 @@ class QkvCast(FusedKernel):
         yield from self.needs(model, why, bias=False)
         yield from self.needs(model, "heads are rotated whole", rotary_percentage=1.0)
         yield from self.needs(model, "user buffers exchange what the projection casts", tp_comm_overlap=False)
-        yield from self.needs(model, "not tested with recomputation", activations_checkpoint_granularity=None)
         if not sizes_known:
             return
         if kv_channels(model) not in _WIDTHS:
@@ -49,7 +43,7 @@ class QkvCast(FusedKernel):
         ranks = model.tensor_model_parallel_size
         if num_query_groups(model) < ranks:
             yield f"model.num_query_groups={num_query_groups(model)}", f"{ranks} tensor parallel ranks share groups"
-        if settings is not None and not any(each.kind == QKV and each.precision == "fp8" for each in run.linears):
+        if run.fp8 is not None and not any(each.kind == QKV and each.precision == "fp8" for each in run.linears):
             yield f"model.fp8_exclude={model.fp8_exclude}", "no projection of queries, keys and values is in FP8"
 
     @override
@@ -61,9 +55,7 @@ class QkvCast(FusedKernel):
     @override
     def lacks(self, spec: RunSpec) -> Iterator[Lack]:
         yield from super().lacks(spec)
-        if spec.platform.cuda and not spec.platform.is_hopper:
-            yield "Hopper, whose products read the layout it writes", f"this is {spec.platform.gpu}"
-        elif spec.kernels.transformer_engine and not spec.kernels.features[QkvRope.key]:
+        if spec.kernels.transformer_engine and not spec.kernels.features[QkvRope.key]:
             yield "model.fused_single_qkv_rope=true", "null leaves that out here"
 
     @override
