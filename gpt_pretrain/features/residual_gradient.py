@@ -34,8 +34,10 @@ class ResidualGradient(FusedKernel):
 
     @override
     def gains(self, run: Resolved, platform: Platform, kernels: Kernels) -> bool:
-        # The other layouts have not run on GPUs with it.
-        return kernels.transformer_engine and platform.is_hopper and is_whole(run.model)
+        model = run.model
+        # Other layouts, and experts, have not run on GPUs with it.
+        ran = is_whole(model) and model.num_moe_experts is None
+        return ran and kernels.transformer_engine and platform.is_hopper
 
     @override
     def prepare(self) -> None:

@@ -126,7 +126,8 @@ class _RotateAndCastBack(torch.autograd.Function):
         launch_qkv_rope(joined, parts, angles, joins=False)
         ctx.save_for_backward(angles)
         ctx.shape, ctx.rows = back.shape, mixed.shape
-        ctx.quantizer = back.projection.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
+        if ctx.needs_input_grad[0]:
+            ctx.quantizer = back.projection.quantizers["scaling_bwd"][FP8BwdTensors.GRAD_OUTPUT1]
         return parts
 
     @staticmethod
