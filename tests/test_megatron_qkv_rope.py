@@ -150,7 +150,7 @@ LLAMA = ("model=llama3_8b", "data=mock", "model.num_layers=2")
         (("fp8=delayed", "model.qk_layernorm=true"), "model.qk_layernorm=true"),
         (("fp8=delayed", "model.qkv_bias=true"), "model.qkv_bias=true"),
         (("fp8=delayed", "model.rotary_percentage=0.5"), "model.rotary_percentage=0.5"),
-        (("fp8=delayed", "model.num_attention_heads=128"), "heads of 32 elements"),
+        (("fp8=delayed", "model.num_attention_heads=128"), "model.hidden_size / num_attention_heads=32"),
         (("fp8=delayed", "model.fp8_exclude=['*linear_qkv']"), "model.fp8_exclude=['*linear_qkv']"),
         (
             ("fp8=delayed", "model.activations_checkpoint_granularity=selective"),

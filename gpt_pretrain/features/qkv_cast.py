@@ -18,7 +18,7 @@ _WIDTHS = 64, 128, 256
 
 
 class QkvCast(FusedCast):
-    """Cast the gradient of queries, keys and values to FP8 where it is rotated; null: with that kernel on Hopper."""
+    """Cast gradients of queries, keys and values where they are rotated; null: in models whole on each Hopper GPU."""
 
     key = "qkv_cast_fusion"
     after = QkvRope.key
@@ -39,7 +39,8 @@ class QkvCast(FusedCast):
         if not sizes_known:
             return
         if kv_channels(model) not in _WIDTHS:
-            yield f"heads of {kv_channels(model)} elements", f"it casts those of {', '.join(map(str, _WIDTHS))}"
+            given = "hidden_size / num_attention_heads" if model.kv_channels is None else "kv_channels"
+            yield f"model.{given}={kv_channels(model)}", f"it casts heads of {', '.join(map(str, _WIDTHS))} elements"
         ranks = model.tensor_model_parallel_size
         if num_query_groups(model) < ranks:
             yield f"model.num_query_groups={num_query_groups(model)}", f"{ranks} tensor parallel ranks share groups"

@@ -14,7 +14,7 @@ from gpt_pretrain.features.feature import FusedKernel, Kernels, Obstacle, Platfo
 
 
 class ResidualGradient(FusedKernel):
-    """Add the residual stream's gradient in the norm's backward kernel; null: with RMSNorm in Transformer Engine."""
+    """Add the residual's gradient in RMSNorm's backward kernel; null: in dense models whole on each Hopper GPU."""
 
     key = "residual_gradient_fusion"
     after = "bias_dropout_add_fusion"
