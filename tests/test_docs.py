@@ -210,13 +210,14 @@ def browser_page():
 @pytest.mark.parametrize("page_name", ["index.html", "benchmarks/index.html", "keys.html"])
 def test_the_search_finds_a_word_in_pages_opened_from_the_disk(page_name, browser_page, site):
     browser_page.open(site / page_name, "document.querySelector('[data-md-component=search-query]') !== null")
-    browser_page.evaluate(
-        "var query = document.querySelector('[data-md-component=search-query]'); query.focus();"
+    typing = (
+        "(() => { var query = document.querySelector('[data-md-component=search-query]'); query.focus();"
         "query.value = 'rewind'; query.dispatchEvent(new Event('keyup'));"
-        "query.dispatchEvent(new Event('input'))"
+        "query.dispatchEvent(new Event('input')) })()"
     )
     found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
-    browser_page.wait(f"{found}.length > 0")
+    # Again and again: the field is there before the page's script listens to it.
+    browser_page.wait(f"({typing}, {found}.length > 0)")
     links = browser_page.evaluate(found)
     pages = {page.as_uri() for page in site.rglob("*.html")}
     assert {re.split("[?#]", link)[0] for link in links} <= pages
