@@ -66,7 +66,6 @@ def test_tables_are_readable_at_100_columns(overrides):
             ("model=llama3_8b", "parallelism=tp2_sp", "plan.num_gpus=2", "model.tp_comm_overlap=true"),
             "; memory and speed are those without overlapped exchanges.",
         ),
-        (("model=gpt2_124m", "optimizer=muon"), "; Muon's orthogonalization is not counted."),
         (("model=gpt2_124m",), "calibrated on an H200."),
     ],
 )

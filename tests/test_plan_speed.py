@@ -381,3 +381,58 @@ def test_a_run_in_bf16_is_compared_with_a_recipe_that_it_may_take(experiment, re
     speed = plan_of(f"experiment={experiment}").speed
     assert speed.fp8_recipe == recipe
     assert speed.ratio > 1.0
+
+
+def orthogonalization(*overrides):
+    """Seconds, and the plan."""
+    plan = plan_of(*overrides, "optimizer=muon")
+    return plan.speed.run.seconds["orthogonalization"], plan
+
+
+@pytest.mark.parametrize(
+    ("overrides", "measured"),
+    [
+        # What a step of Muon took beyond AdamW's, on H100s (benchmarks/llama3_8b_8layers_1xh100.md and
+        # gpt2_124m_1xh100.md).
+        (("model=llama3_8b", "model.num_layers=8"), 0.33),
+        (("model=gpt2_124m",), 131_072 / 562e3 - 131_072 / 577e3),
+    ],
+)
+def test_muons_iteration_takes_about_what_it_was_measured_to(overrides, measured):
+    seconds, _ = orthogonalization(*overrides, "plan.gpu=h100")
+    assert seconds == pytest.approx(measured, rel=0.15)
+
+
+def test_muons_operations_are_those_of_its_matrices():
+    # Five iterations of 4m²n + 2m³, by hand for 32 layers of Llama 3 8B: queries and the projection are squares.
+    square, keys = 6 * 4096**3, 4 * 1024**2 * 4096 + 2 * 1024**3
+    gates, down = 4 * 4096**2 * 2 * INNER + 2 * 4096**3, 4 * 4096**2 * INNER + 2 * 4096**3
+    operations = 32 * 5 * (2 * square + 2 * keys + gates + down)
+    seconds, plan = orthogonalization("model=llama3_8b")
+    at_peak = operations / (plan.gpu.bf16_tflops * 1e12)
+    # The rest moves bytes.
+    assert at_peak / 0.6 < seconds < 1.2 * at_peak / 0.6
+    whole, _ = orthogonalization("model=llama3_8b", "model.optim.muon_split_qkv=false")
+    joined = 4 * 4096**2 * 6144 + 2 * 4096**3
+    more = 32 * 5 * (joined - square - 2 * keys) / (0.6 * plan.gpu.bf16_tflops * 1e12)
+    # In fewer batches, each with its kernels.
+    assert 0.7 * more < whole - seconds < more
+    precise, _ = orthogonalization("model=llama3_8b", "model.optim.muon_fp32_matmul_prec=highest")
+    # Products take 15 times as long, and passes over twice the bytes twice.
+    assert 12 < precise / seconds < 15
+
+
+def test_ranks_divide_muons_iteration():
+    alone, _ = orthogonalization("model=llama3_8b")
+    for layout in ("parallelism=tp2_sp", "parallelism=tp2_sp model.optim.muon_tp_mode=distributed"):
+        shared, _ = orthogonalization("model=llama3_8b", *layout.split())
+        assert shared == pytest.approx(alone / 2, rel=0.02)
+    # A part by itself has a shorter side.
+    blockwise, _ = orthogonalization("model=llama3_8b", "parallelism=tp2_sp", "model.optim.muon_tp_mode=blockwise")
+    assert blockwise < alone / 2
+    replicated, _ = orthogonalization("model=llama3_8b", "plan.num_gpus=4", "model.use_distributed_optimizer=false")
+    assert replicated == alone
+    sharded, plan = orthogonalization("model=llama3_8b", "parallelism=dp", "plan.num_gpus=4")
+    exchanged = 8 * 32 * 218_103_808 / 4 * 3 / 4 / (plan.gpu.nvlink_gb_s * 1e9 * EFFICIENCY.links)
+    assert sharded == pytest.approx(alone / 4 + exchanged, rel=0.02)
+    assert "orthogonalization" not in plan_of("model=llama3_8b").speed.run.seconds

@@ -16,7 +16,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from gpt_pretrain.config.choices import OptimizerName
 from gpt_pretrain.config.derived import FLOPS_FORMULA
 from gpt_pretrain.config.errors import counted, format_digits, format_short
 from gpt_pretrain.config.files import write_file
@@ -227,8 +226,6 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(_speed(plan, plan.speed))
         shares = f"{EFFICIENCY.bf16:.0%} of the BF16 peak and {EFFICIENCY.bandwidth:.0%} of the memory's bandwidth"
         left_out = "".join(f"; {used.not_forecast}" for used in used_features(plan.spec) if used.not_forecast)
-        if plan.spec.model.optim.name is OptimizerName.muon:
-            left_out += "; Muon's orthogonalization is not counted"
         basis = f"Roofline with {shares}, calibrated on an H200{left_out}.\n"
         console.print(Text(basis, style="dim"))
     if batch_grows(plan.spec.model):

@@ -17,6 +17,7 @@ from gpt_pretrain.features.resolve import build_run_spec
 from gpt_pretrain.plan.experts import BUSIEST_EXPERT, on_rank, rank_load
 from gpt_pretrain.plan.kernel_times import head_s, host_layer_s, layer_s, memory_s, recompute_s
 from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
+from gpt_pretrain.plan.muon import orthogonalization_s
 from gpt_pretrain.plan.stages import Stage, keeps_transposes, per_layer, plan_stages
 from gpt_pretrain.rules.check import config_problems
 from gpt_pretrain.run.gpus import Gpu
@@ -227,7 +228,7 @@ def _microbatch_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
 
 
 def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
-    """Seconds of the optimizer step: the gradient's norm, the update, and the new weights; Muon's products not counted.
+    """Seconds of the optimizer step: the gradient's norm, the update, and the new weights.
 
     The whole gradient is zeroed (4 bytes per parameter), unless it is sharded; the rest is of the rank's shard.
     """
@@ -237,7 +238,10 @@ def _optimizer_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> dict[str, float]:
     # The average reads the master and itself, and writes itself.
     averaging = 0 if model.optim.ema_decay is None else 12
     moved = zeroed + (optimizer_of(model.optim.name).moved_bytes + averaging) * updated
-    seconds = {"optimizer": memory_s(gpu, moved, kernels=20)}
+    seconds = {
+        "optimizer": memory_s(gpu, moved, kernels=20),
+        "orthogonalization": orthogonalization_s(gpu, spec, stage),
+    }
     if settings is None:
         return seconds
     if settings.params:
