@@ -15,8 +15,9 @@ from torch.distributed import distributed_c10d
 
 from gpt_pretrain.checkpoint.manifest import TrainingProgress
 from gpt_pretrain.checkpoint.save import CheckpointSaver
+from gpt_pretrain.config.derived import expert_tensor_parallel_size
 from gpt_pretrain.config.errors import RunError
-from gpt_pretrain.config.schema import Config
+from gpt_pretrain.config.schema import Config, ModelConfig
 from gpt_pretrain.data.batches import Batch
 from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.fp8.gemms import Fp8Operand, Phase, Product, Role
@@ -29,7 +30,7 @@ from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.layers import whole_model_modules
 from gpt_pretrain.megatron.model import build_model
 from gpt_pretrain.megatron.optimizer import build_optimizer, build_scheduler
-from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups
+from gpt_pretrain.megatron.parallel import lay_out_ranks, process_groups, seed_dropout, track_random_states
 from gpt_pretrain.megatron.trainable import Trainable
 from gpt_pretrain.training.step import StepResult, compute_gradients, data_iterators, mean_loss, train_step, validate
 from tests.platforms import spec_of
@@ -230,15 +231,42 @@ def observed_training(training: Training, num_steps: int = 3) -> dict[str, Any]:
     return {"losses": losses, "read": read}
 
 
+def group_sizes(model: ModelConfig) -> tuple[int, ...]:
+    """What process groups follow from."""
+    return (
+        model.tensor_model_parallel_size,
+        model.pipeline_model_parallel_size,
+        model.virtual_pipeline_model_parallel_size or 0,
+        model.context_parallel_size,
+        model.expert_model_parallel_size,
+        expert_tensor_parallel_size(model),
+        model.num_distributed_optimizer_instances,
+    )
+
+
+# The group of all ranks under which `lay_out_anew` has opened groups, and their sizes.
+_laid_out: tuple[Any, tuple[int, ...]] | None = None
+
+
 def lay_out_anew(config: Config) -> None:
-    """Opens the groups of another layout in processes whose groups are open, and closes those of the layout before."""
-    parallel_state.destroy_model_parallel()
+    """Opens the groups of another layout in processes whose groups are open, and closes those of the layout before.
+
+    Groups of the same sizes stay: to open them takes as long as to train a few steps.
+    """
+    global _laid_out  # noqa: PLW0603 - so are the groups
     # Its cache refers to the last 32 models.
     RotaryEmbedding.forward.cache_clear()
+    wanted = torch.distributed.group.WORLD, group_sizes(config.model)
+    if _laid_out == wanted:
+        track_random_states(in_graphs=False)
+        seed_dropout(config.model.seed)
+        return
+    parallel_state.destroy_model_parallel()
     for group in list(distributed_c10d._world.pg_map):
         if group != torch.distributed.GroupMember.WORLD:
             torch.distributed.destroy_process_group(group)
     lay_out_ranks(config.model)
+    _laid_out = wanted
 
 
 def save_checkpoint(

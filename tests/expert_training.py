@@ -115,18 +115,11 @@ def _spoil_an_expert(training: Training) -> None:
 
 
 def run_cases(folder: Path, cases: Iterable[str]) -> None:
-    """Trains one after the other, all with this launch's number of ranks; writes FOLDER/CASE.RANK.json.
-
-    Those of one layout that follow each other share its process groups.
-    """
+    """Trains one after the other, all with this launch's number of ranks; writes FOLDER/CASE.RANK.json."""
     install_cpu_device()
     with process_groups(compose_quickly(TINY).model, read_launch(), detect_platform()):
-        laid_out = ""
         for case in cases:
             config = config_of(case)
-            layout = case.partition(".")[2]
-            if layout != laid_out:
-                lay_out_anew(config)
-                laid_out = layout
+            lay_out_anew(config)
             seen = train(config, folder / case)
             (folder / f"{case}.{torch.distributed.get_rank()}.json").write_text(json.dumps(seen))

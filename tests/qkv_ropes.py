@@ -31,9 +31,9 @@ EPSILON = 1e-5
 LAUNCHES = {False: ["launch_qkv_rope"], True: ["launch_qkv_norm_rope", "launch_qkv_norm_rope_back"]}
 SHAPES = {
     # No multiple of the tokens of a program, and an odd number of sequences.
-    "grouped": Shape(length=11, batch=3, groups=3, heads=4, width=32, turned=32),
+    "grouped": Shape(length=7, batch=3, groups=3, heads=4, width=32, turned=32),
     # A part of each head, and halves that are no power of two.
-    "partial": Shape(length=21, batch=1, groups=2, heads=2, width=32, turned=16),
+    "partial": Shape(length=13, batch=1, groups=2, heads=2, width=32, turned=16),
     "narrow": Shape(length=5, batch=2, groups=3, heads=1, width=24, turned=20),
     # Keys and values of one head, as in multi-query attention.
     "one group": Shape(length=7, batch=2, groups=1, heads=7, width=16, turned=16),
@@ -153,7 +153,7 @@ def head_norms(width: int, query_weight: torch.Tensor, key_weight: torch.Tensor)
 
 def check_sums_of_programs() -> None:
     """Norms' gradients where each program takes several blocks of tokens: the same, but for the order of the sum."""
-    shape = Shape(length=41, batch=3, groups=2, heads=2, width=16, turned=12)
+    shape = Shape(length=21, batch=3, groups=2, heads=2, width=16, turned=12)
     angles, norms = make_angles(shape.length, shape.turned, "cpu"), make_norms(shape.width, torch.float32, "cpu")
     mixed = make_mixed(shape, torch.float32, "cpu").requires_grad_()
     gradients = make_gradients(shape, torch.float32, "cpu", "joined")

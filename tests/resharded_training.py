@@ -10,7 +10,8 @@ import io
 import json
 import pickle
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from gpt_pretrain.checkpoint.load import load_checkpoint, verify_checkpoint
 from gpt_pretrain.checkpoint.manifest import TrainingProgress, read_manifest
 from gpt_pretrain.checkpoint.state import RANDOM_STATES
+from gpt_pretrain.config.derived import model_parallel_size
 from gpt_pretrain.config.load import config_to_dict, read_config
 from gpt_pretrain.config.schema import Config
 from gpt_pretrain.data.batches import build_batch_iterator
@@ -39,9 +41,10 @@ from tests.refusals import compose_quickly
 
 # The first after a checkpoint shows its weights, the second what its moments and scales made of them.
 STEPS = 2
-# What a case of loading ends with, if it does more.
+# What a case ends with, if it does more.
 GOES_ON, SPOILT = "+", "!"
-# A step is four microbatches of one sequence.
+# A step is four sequences, in two microbatches on each rank. Four ranks of data parallelism have one; experts, whose
+# balance is that of a microbatch, always see one sequence in it.
 _RUN = (
     "model.micro_batch_size=1",
     "model.data.num_workers=0",
@@ -162,11 +165,14 @@ OTHERS: dict[str, tuple[int, Sequence[str]]] = {
 
 def write_configs(folder: Path) -> None:
     """Composes the configurations once for all ranks, which takes each of them longer than to load a checkpoint."""
-    for layout, (_, overrides) in {**LAYOUTS, **OTHERS}.items():
-        values = config_to_dict(compose_quickly([*TINY, *_RUN, *overrides]))
-        (folder / f"{layout}.config").write_bytes(pickle.dumps(values))
+    for layout, (num_ranks, overrides) in {**LAYOUTS, **OTHERS}.items():
+        model = (config := compose_quickly([*TINY, *_RUN, *overrides])).model
+        if num_ranks == model_parallel_size(model) and model.num_moe_experts is None:
+            config = replace(config, model=replace(model, micro_batch_size=2))
+        (folder / f"{layout}.config").write_bytes(pickle.dumps(config_to_dict(config)))
 
 
+@cache
 def config_of(layout: str, folder: Path) -> Config:
     values = pickle.loads((folder / f"{layout}.config").read_bytes())
     config, problems = read_config(OmegaConf.create(values))
@@ -223,13 +229,14 @@ def run_steps(training: Training, progress: TrainingProgress) -> dict[str, Any]:
     return {**seen, "samples": samples, "data_parallel": [data_parallel_rank(), ranks]}
 
 
-def save_in(config: Config, folder: Path, layout: str) -> None:
-    """Trains from fresh weights, saves FOLDER/LAYOUT/step_…, and notes the steps after it as LAYOUT.uncut."""
+def save_in(config: Config, folder: Path, layout: str, how: str) -> None:
+    """Trains from fresh weights, and saves FOLDER/LAYOUT/step_…; with `GOES_ON`, the next steps are LAYOUT.uncut."""
     training = build_training_of(config)
     run_steps(training, TrainingProgress(step=0, consumed_samples=0))
     progress = TrainingProgress(step=STEPS, consumed_samples=STEPS * config.model.global_batch_size)
     _save(training, folder / layout, progress)
-    _write(folder, f"{layout}.uncut", run_steps(training, progress))
+    if how == GOES_ON:
+        _write(folder, f"{layout}.uncut", run_steps(training, progress))
 
 
 def load_in(config: Config, source: str, folder: Path, name: str, how: str) -> None:
@@ -291,24 +298,20 @@ def run_cases(folder: Path, cases: Iterable[str]) -> None:
 
     Args:
         folder: Where configurations are (`write_configs`), and where checkpoints and results go.
-        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, with `GOES_ON` or `SPOILT` at its end as `load_in` says. Those of
-            one layout that follow each other share its process groups.
+        cases: `LAYOUT` saves, `SOURCE>LAYOUT` loads, with `GOES_ON` or `SPOILT` at its end as `save_in` and `load_in`
+            say.
     """
     install_cpu_device()
     with process_groups(config_of("single", folder).model, read_launch(), detect_platform()):
-        laid_out = ""
         for case in cases:
             how = case[-1] if case.endswith((GOES_ON, SPOILT)) else ""
             *source, layout = case.removesuffix(how).split(">")
             config = config_of(layout, folder)
-            # Most of a case's time: groups are opened again for another layout alone.
-            if layout != laid_out:
-                lay_out_anew(config)
-                laid_out = layout
+            lay_out_anew(config)
             if source:
                 load_in(config, source[0], folder, f"{source[0]}.{layout}{how.removesuffix(GOES_ON)}", how)
             else:
-                save_in(config, folder, layout)
+                save_in(config, folder, layout, how)
 
 
 def saved_state(checkpoint: Path) -> dict[str, Any]:

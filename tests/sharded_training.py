@@ -24,13 +24,12 @@ from tests.refusals import compose_quickly
 
 STEPS = 2
 STRATEGIES = {name: f"model.data_parallel_sharding_strategy={name}" for name in ("optim_grads", "optim_grads_params")}
-# A section for each layer; two microbatches in each step of four ranks, four of two ranks.
+# A section for each layer; two microbatches on each rank in a step.
 _RUN = (
     "parallelism=dp",
     "model.num_layers=4",
     "model.ddp_bucket_size=1",
     "model.micro_batch_size=1",
-    "model.global_batch_size=8",
 )
 _BF16 = ("trainer.precision=bf16",)
 _TIED = ("model.share_embeddings_and_output_weights=true",)
@@ -107,9 +106,12 @@ GPU_CASES: dict[str, tuple[int, Sequence[str]]] = {
 @cache
 def config_of(case: str, strategy: str | None = None) -> Config:
     """Of one of the models of a case."""
-    own = {**CASES, **GPU_CASES}[case][1]
+    num_ranks, own = {**CASES, **GPU_CASES}[case]
+    batch = f"model.global_batch_size={8 if case in GPU_CASES else 2 * num_ranks}"
     instances = ["model.num_distributed_optimizer_instances=2"] if case.startswith("hsdp") else []
-    return compose_quickly([*TINY, *_RUN, *own, *([] if strategy is None else [STRATEGIES[strategy], *instances])])
+    return compose_quickly(
+        [*TINY, *_RUN, batch, *own, *([] if strategy is None else [STRATEGIES[strategy], *instances])]
+    )
 
 
 def _own_parts(training: Training) -> Iterator[tuple[torch.nn.Parameter, int, int]]:

@@ -19,7 +19,7 @@ from gpt_pretrain.features.resolve import detect_platform
 from gpt_pretrain.launch.ranks import read_launch
 from gpt_pretrain.megatron.cpu import install_cpu_device
 from gpt_pretrain.megatron.parallel import process_groups
-from tests.emulated_training import build_training_of
+from tests.emulated_training import build_training_of, group_sizes
 from tests.forked_runs import fork_ranks
 from tests.resharded_training import (
     GOES_ON,
@@ -174,12 +174,17 @@ def pair_parameters(pairs):
     )
 
 
-def cases(num_ranks, pairs):
-    """What is saved and what is loaded by so many ranks, in the order of the layouts that load."""
+def cases(num_ranks, pairs, folder):
+    """What is saved and what is loaded by so many ranks, in the order of the process groups that they need."""
     saved = [layout for layout, (ranks, _) in ALL_LAYOUTS.items() if ranks == num_ranks]
+    saved.sort(key=lambda layout: group_sizes(config_of(layout, folder).model))
     hows = [(pair, GOES_ON if trains_on(*pair) else "") for pair in pairs] + [(ROUNDED, GOES_ON), (CONTROL, SPOILT)]
-    hows.sort(key=lambda how: how[0][1])
-    return saved, [f"{source}>{target}{how}" for (source, target), how in hows if target in saved]
+    compared = {source for (source, _), how in hows if how == GOES_ON}
+    loaded = sorted((how for how in hows if how[0][1] in saved), key=lambda how: saved.index(how[0][1]))
+    return (
+        [f"{layout}{GOES_ON if layout in compared else ''}" for layout in saved],
+        [f"{source}>{target}{how}" for (source, target), how in loaded],
+    )
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +195,7 @@ def results(made_once, request):
 
     def fill(folder):
         write_configs(folder)
-        saved, loaded = zip(*(cases(num_ranks, pairs) for num_ranks in (1, 2, 4)), strict=True)
+        saved, loaded = zip(*(cases(num_ranks, pairs, folder) for num_ranks in (1, 2, 4)), strict=True)
         run_cases(folder, saved[0])
         launch(2, folder, saved[1])
         launch(4, folder, [*saved[2], *loaded[2]])
@@ -227,7 +232,7 @@ def samples_by_step(ranks):
             )
     (num_parts,) = {rank["data_parallel"][1] for rank in ranks}
     assert sorted(parts) == list(range(num_parts))
-    # Microbatches of one sample go to the ranks in turn.
+    # Microbatches go to the ranks in turn, of one sample each where there are several ranks.
     order = [sample for turn in zip(*(parts[index] for index in range(num_parts)), strict=True) for sample in turn]
     per_step = len(order) // STEPS
     return [order[step * per_step : (step + 1) * per_step] for step in range(STEPS)]

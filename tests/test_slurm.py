@@ -16,6 +16,7 @@ from gpt_pretrain.checkpoint.manifest import check_files, read_manifest
 from gpt_pretrain.config.load import load_saved_config
 from gpt_pretrain.report.metrics_file import load_metrics
 from tests.emulated_training import emulate
+from tests.forked_runs import forked_python
 from tests.launching import REPOSITORY
 from tests.runs import small_run_arguments
 from tests.slurm_jobs import Slurm, ask, missing_slurm, slurm_environment, wait_for
@@ -36,6 +37,14 @@ def slurm(tmp_path):
     opened = Slurm(tmp_path)
     yield opened
     opened.close()
+
+
+@pytest.fixture
+def forking(parent, tmp_path):
+    """The environment of jobs whose Python is forks, for those that Slurm sends no signals: none would arrive."""
+    (tmp_path / "venv" / "bin").mkdir(parents=True)
+    with forked_python(parent, tmp_path / "venv" / "bin"):
+        yield {"VENV": str(tmp_path / "venv")}
 
 
 @pytest.fixture
@@ -68,7 +77,7 @@ def has_been_warned(pid):
 
 
 def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_never_was_cut(
-    train, parent, tmp_path, cache_dir
+    train, parent, tmp_path, cache_dir, request
 ):
     cut = train(*LONG, where="cut", options=(*TWO_TASKS, "--signal=USR1@90"))
     cut.wait_for_step(5)
@@ -78,6 +87,10 @@ def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_neve
     _, minutes, seconds = (int(part) for part in cut.field("RunTime").split(":"))
     ask("scontrol", "update", f"JobId={cut.number}", f"TimeLimit={math.ceil((60 * minutes + seconds + 50) / 60)}")
     ranks = [cut.pid(0), cut.pid(1)]
+    # The one that never is cut fills the time.
+    arguments = small_run_arguments(tmp_path / "uncut", cache_dir, LONG)[2:]
+    uncut = parent.start(arguments, tmp_path / "uncut.output", num_ranks=2)
+    request.addfinalizer(uncut.kill)
     wait_for(lambda: all(map(has_been_warned, ranks)), lambda: f"Slurm did not warn: {cut.text}")
     for rank in ranks:
         with suppress(ProcessLookupError):
@@ -89,9 +102,7 @@ def test_a_job_cut_by_its_time_limit_goes_on_by_itself_and_ends_as_one_that_neve
     # Without it the short limit would hold for the second start, too.
     ask("scontrol", "update", f"JobId={cut.number}", "TimeLimit=20")
 
-    uncut = small_run_arguments(tmp_path / "uncut", cache_dir, LONG)[2:]
-    codes, text = parent.run(uncut, tmp_path / "uncut.output", num_ranks=2)
-    assert codes == [0, 0], text
+    assert uncut.wait(120) == [0, 0], uncut.text()
     assert cut.wait_for_end() == "COMPLETED", cut.text
     assert cut.num_restarts == 1
     assert f"steps: {first.step} → 100" in cut.rank_log(0, start=1)
@@ -112,8 +123,8 @@ def test_a_signal_sent_by_hand_saves_and_puts_the_job_into_the_queue_again(train
     wait_for(lambda: job.state in ("PENDING", "RUNNING"), lambda: f"job {job.number} is {job.state}: {job.text}")
 
 
-def test_a_killed_rank_ends_the_job_after_as_many_new_starts_as_are_allowed(train):
-    job = train(*LONG, env={"RESTARTS_AFTER_FAILURE": "1"})
+def test_a_killed_rank_ends_the_job_after_as_many_new_starts_as_are_allowed(train, forking):
+    job = train(*LONG, env={"RESTARTS_AFTER_FAILURE": "1", **forking})
     job.wait_for_step(1)
     os.kill(job.pid(1), signal.SIGKILL)
     wait_for(lambda: job.num_restarts == 1, lambda: job.text)
@@ -153,12 +164,12 @@ def test_a_job_with_gpus_has_a_task_for_each_in_fp8_and_is_not_requeued_when_it_
     assert job.num_restarts == 0
 
 
-def test_a_job_on_two_nodes_trains_in_fp8_as_ranks_on_one_do(train, parent, tmp_path, cache_dir):
+def test_a_job_on_two_nodes_trains_in_fp8_as_ranks_on_one_do(train, forking, parent, tmp_path, cache_dir):
     """Tensor parallel ranks share a node; both nodes are this machine."""
     layout = (*emulate("delayed"), "parallelism=tp2", "model.micro_batch_size=2", "trainer.max_steps=5")
     short = (*layout, "trainer.limit_val_batches=0", "checkpoint.save_at_end=false")
     options = ("--partition=two", "--nodes=2", "--ntasks-per-node=2", "--time=20")
-    job = train(*short, where="nodes", options=options)
+    job = train(*short, where="nodes", options=options, env=forking)
     codes, text = parent.run(
         small_run_arguments(tmp_path / "one", cache_dir, short)[2:], tmp_path / "one.output", num_ranks=4
     )
@@ -225,23 +236,23 @@ def test_another_checkouts_slurm_is_another_one(slurm, tmp_path):
     assert missing_slurm.__wrapped__() is None, "this one goes on"
 
 
-def test_data_is_prepared_by_a_job_of_its_own(slurm, tmp_path, cache_dir):
+def test_data_is_prepared_by_a_job_of_its_own(slurm, forking, tmp_path, cache_dir):
     """That the training then finds it is tried in test_prepare_data_command.py."""
     arguments = small_run_arguments(tmp_path / "run", cache_dir, [f"model.data.cache_dir={tmp_path}/cache"])[2:]
-    job = slurm.submit("prepare_data.sbatch", arguments)
+    job = slurm.submit("prepare_data.sbatch", arguments, env=forking)
     assert job.wait_for_end() == "COMPLETED", job.text
     assert "prepared: " in job.text
     assert list((tmp_path / "cache").rglob("corpus.bin"))
 
 
-def test_each_run_of_a_sweep_is_a_job_of_its_own(slurm, tmp_path, cache_dir):
+def test_each_run_of_a_sweep_is_a_job_of_its_own(slurm, forking, tmp_path, cache_dir):
     arguments = [line for line in small_run_arguments(tmp_path, cache_dir) if not line.startswith("run_dir=")]
     arguments += ["-m", "hydra/launcher=slurm", "hydra.launcher.gpus_per_node=0", f"hydra.sweep.dir={tmp_path}/sweep"]
     arguments += ['hydra.launcher.sbatch=["--time=20","--job-name=sweep"]', "trainer.max_steps=3"]
     done = subprocess.run(
         [sys.executable, *arguments, "model.seed=1,2"],
         cwd=REPOSITORY,
-        env=slurm_environment(),
+        env=slurm_environment(forking),
         capture_output=True,
         text=True,
         check=False,

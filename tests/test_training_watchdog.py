@@ -8,6 +8,7 @@ import shutil
 import signal
 import socket
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -32,11 +33,12 @@ LEARNT = 8
 WAIT_S = 150
 
 
-@pytest.fixture
-def start(parent, tmp_path, cache_dir):
-    runs = []
+@contextmanager
+def starting(parent, cache_dir, folder):
+    """Starts runs, in a folder unless it is given another, and ends those that are left."""
+    runs, usual = [], folder
 
-    def start_run(*overrides, num_ranks=1, faults=None, max_steps=100000, times="hurry", env=None, folder=tmp_path):
+    def start_run(*overrides, num_ranks=1, faults=None, max_steps=100000, times="hurry", env=None, folder=usual):
         layout = ["parallelism=dp"] if num_ranks > 1 else []
         arguments = small_run_arguments(
             folder / "run", cache_dir, [*TINY, *layout, f"trainer.max_steps={max_steps}", *overrides]
@@ -50,6 +52,27 @@ def start(parent, tmp_path, cache_dir):
     for run in runs:
         run.poll()
         run.kill()
+
+
+@pytest.fixture
+def start(parent, tmp_path, cache_dir):
+    with starting(parent, cache_dir, tmp_path) as start_run:
+        yield start_run
+
+
+# By the fault of rank 1: what its own stacks show.
+SILENT = {"stop_at_step": "", "hold_interpreter_at_step": "in hang_in_c"}
+
+
+@pytest.fixture(scope="module")
+def silent(parent, tmp_path_factory, cache_dir):
+    """Runs with a rank that falls silent, and their folders. Side by side: they wait for their watchdogs for 8 s."""
+    folder = tmp_path_factory.mktemp("silent")
+    with starting(parent, cache_dir, folder) as start_run:
+        yield {
+            fault: (start_run(num_ranks=2, faults={1: [fault, 3]}, folder=folder / fault), folder / fault)
+            for fault in SILENT
+        }
 
 
 def stacks(folder, rank):
@@ -145,17 +168,17 @@ def test_a_rank_that_hangs_in_python_ends_all_and_the_stacks_name_the_function(s
         assert run.text().count("in hang_in_python") == 1
 
 
-@pytest.mark.parametrize(("fault", "own"), [("stop_at_step", ""), ("hold_interpreter_at_step", "in hang_in_c")])
-def test_a_rank_that_falls_silent_ends_the_others(fault, own, start, tmp_path):
-    run = start(num_ranks=2, faults={1: [fault, 3]})
+@pytest.mark.parametrize(("fault", "own"), SILENT.items())
+def test_a_rank_that_falls_silent_ends_the_others(fault, own, silent):
+    run, folder = silent[fault]
     deadline = time.monotonic() + WAIT_S
     while 0 not in run.codes:
         assert time.monotonic() < deadline, run.text()
         assert not run.poll(), "the silent rank cannot end itself"
         time.sleep(0.05)
     assert run.codes[0] == EXIT_CODE
-    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 8 s", stacks(tmp_path, 0))
-    assert own in stacks(tmp_path, 1)
+    assert re.search(r"watchdog: rank 1 on \S+ has given no sign of life for 8 s", stacks(folder, 0))
+    assert own in stacks(folder, 1)
 
 
 def test_a_rank_that_fails_alone_is_named_by_the_others(start, tmp_path):

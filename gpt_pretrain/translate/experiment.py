@@ -128,6 +128,7 @@ def _candidates(settings: Mapping[str, Setting], preset: str | None) -> Iterator
         yield "data", [str(values["model.data.data_impl"])]
 
 
+@cache
 def _sizes(preset: str) -> dict[str, Any]:
     """The sizes of a model's preset, those of the preset that it starts from included."""
     own = yaml.safe_load((find_conf_dir() / "model" / f"{preset}.yaml").read_text())
@@ -208,10 +209,12 @@ def _default_choices() -> Mapping[str, str]:
 
 
 def _without_unread(
-    translation: Translation, settings: Mapping[str, Setting]
+    translation: Translation, settings: dict[str, Setting]
 ) -> tuple[dict[str, Setting], dict[str, tuple[Setting, str]]]:
     """The settings that the run reads, and those that were given in vain, with why."""
     why = _why_unread(translation, settings, settings)
+    if not any(why.values()):
+        return settings, {}
     read = {key: setting for key, setting in settings.items() if not why.get(key)}
     # Two that are unread because of each other (a history of one pass, and its newest amax) must not both go.
     still = _why_unread(translation, read, settings)

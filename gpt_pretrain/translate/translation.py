@@ -217,8 +217,8 @@ def row_of(rows: Mapping[str, Row], name: str) -> Row | None:
     """The row of a name, or of its longest beginning that has one (`profiling.*`)."""
     if name in rows:
         return rows[name]
-    beginnings = [each for each in rows if each.endswith("*") and name.startswith(each[:-1])]
-    return rows[max(beginnings, key=len)] if beginnings else None
+    beginnings = (f"{name[:length]}*" for length in range(len(name), -1, -1))
+    return next((rows[each] for each in beginnings if each in rows), None)
 
 
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
