@@ -58,8 +58,8 @@ def shards_weights(model: ModelConfig) -> bool:
 
 def is_whole(model: ModelConfig) -> bool:
     """Whether each GPU has the whole model, with its gradients, and whole sequences."""
-    sizes = model.tensor_model_parallel_size, model.pipeline_model_parallel_size, model.context_parallel_size
-    return set(sizes) == {1} and model.expert_model_parallel_size == 1 and not shards_gradients(model)
+    is_one = model_parallel_size(model) * model.expert_model_parallel_size == 1
+    return is_one and not shards_gradients(model)
 
 
 def layers_with_value_embeddings(model: ModelConfig) -> list[int]:
@@ -92,6 +92,13 @@ def kv_channels(model: ModelConfig) -> int:
 def num_query_groups(model: ModelConfig) -> int:
     """Key/value heads."""
     return model.num_attention_heads if model.num_query_groups is None else model.num_query_groups
+
+
+def qkv_parts(model: ModelConfig, rows: int) -> tuple[int, int, int]:
+    """Rows of queries, of keys and of values among those of their projection, all of them or one rank's."""
+    groups = num_query_groups(model)
+    of_groups = rows * groups // (model.num_attention_heads + 2 * groups)
+    return rows - 2 * of_groups, of_groups, of_groups
 
 
 def uses_yarn(model: ModelConfig) -> bool:

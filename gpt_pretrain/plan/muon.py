@@ -5,8 +5,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gpt_pretrain.config.choices import MuonMatmulPrec, MuonTpMode, OptimizerName
-from gpt_pretrain.config.derived import num_query_groups, uses_distributed_optimizer
-from gpt_pretrain.config.schema import ModelConfig
+from gpt_pretrain.config.derived import qkv_parts, uses_distributed_optimizer
 from gpt_pretrain.plan.kernel_times import memory_s
 from gpt_pretrain.plan.machine import EFFICIENCY, link_bytes_per_s
 from gpt_pretrain.plan.stages import Stage
@@ -46,9 +45,14 @@ class _Matrices:
     """Ranks among which they are divided."""
 
     @property
+    def whole_size(self) -> int:
+        """Values of one."""
+        return math.prod(self.shape)
+
+    @property
     def size(self) -> int:
-        """Values of one; of the part that this rank holds, where tensor parallelism cuts it."""
-        return self.shape[0] * self.shape[1] // self.cut
+        """Values of the part of one that this rank holds."""
+        return self.whole_size // self.cut
 
     @property
     def values(self) -> float:
@@ -56,9 +60,19 @@ class _Matrices:
         return self.count * self.size / self.shards
 
     @property
+    def owned(self) -> int:
+        """Matrices of which this rank is an owner, with the ranks that share them."""
+        return math.ceil(self.count / self.shards)
+
+    @property
+    def at_once(self) -> int:
+        """Those that are orthogonalized in one batch."""
+        return min(max(self.cut, MUON_VALUES_AT_ONCE // self.size), self.owned)
+
+    @property
     def values_at_once(self) -> int:
         """Values of whole matrices, or of parts that add up to as many, on a rank at once."""
-        return self.size * min(max(self.cut, MUON_VALUES_AT_ONCE // self.size), math.ceil(self.count / self.shards))
+        return self.size * self.at_once
 
 
 def _matrices(spec: RunSpec, stage: Stage) -> Iterator[_Matrices]:
@@ -74,17 +88,10 @@ def _matrices(spec: RunSpec, stage: Stage) -> Iterator[_Matrices]:
         yield _Matrices(
             count=sum(each.count for each in stage.linears if each.kind == kind),
             shape=(rows, linear.in_features * (cut if by_columns else 1)),
-            parts=_parts_of_qkv(spec.model, rows) if kind == QKV and spec.model.optim.muon_split_qkv else (rows,),
+            parts=qkv_parts(spec.model, rows) if kind == QKV and spec.model.optim.muon_split_qkv else (rows,),
             cut=cut,
             shards=(layout.expert_shards if of_experts else layout.shards) if sharded else 1,
         )
-
-
-def _parts_of_qkv(model: ModelConfig, rows: int) -> tuple[int, int, int]:
-    """Rows of queries, of keys and of values."""
-    heads, groups = model.num_attention_heads, num_query_groups(model)
-    of_groups = rows * groups // (heads + 2 * groups)
-    return rows - 2 * of_groups, of_groups, of_groups
 
 
 def fp32_state_bytes(spec: RunSpec, stages: Sequence[Stage]) -> float:
@@ -127,8 +134,8 @@ def orthogonalization_s(gpu: Gpu, spec: RunSpec, stage: Stage) -> float:
             operations += 4 * short**2 * long + 2 * short**3
             moved += (3 * short * long + 4 * short**2) * bytes_per_number
         # Assembled, normalized and rounded; scaled and taken apart.
-        moved = optim.muon_num_ns_steps * moved + 2 * _BYTES_PER_VALUE * each.shape[0] * each.shape[1]
-        batches = math.ceil(own / max(1, MUON_VALUES_AT_ONCE // (each.shape[0] * each.shape[1]))) * len(each.parts)
+        moved = optim.muon_num_ns_steps * moved + 2 * _BYTES_PER_VALUE * each.whole_size
+        batches = math.ceil(each.owned / each.at_once) * len(each.parts)
         kernels = batches * (optim.muon_num_ns_steps * _KERNELS_OF_STEP + _KERNELS_OF_BATCH)
         seconds += own * optim.muon_num_ns_steps * operations / rate + memory_s(gpu, own * moved, kernels)
         if each.shards > 1:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from gpt_pretrain.config.choices import Fp8RecipeName, RecomputeGranularity, RecomputeMethod
-from gpt_pretrain.config.derived import num_query_groups, shards_gradients, shards_weights, uses_distributed_optimizer
+from gpt_pretrain.config.derived import qkv_parts, shards_gradients, shards_weights, uses_distributed_optimizer
 from gpt_pretrain.config.recipes import RECIPES, Use
 from gpt_pretrain.config.schema import ModelConfig
 from gpt_pretrain.features.resolve import build_run_spec
@@ -145,10 +145,9 @@ def context_parallel_s(gpu: Gpu, spec: RunSpec, layer: list[Linear], attention_s
     model, layout = spec.model, spec.layout
     if layout.cp == 1:
         return 0.0
-    heads = model.num_attention_heads
-    key_values = layer[0].out_features - layer[0].out_features * heads // (heads + 2 * num_query_groups(model))
+    _, keys, values = qkv_parts(model, layer[0].out_features)
     # Forward once, backward keys and values and their gradients.
-    moved = 3 * (layout.cp - 1) * layer[0].tokens * key_values * 2
+    moved = 3 * (layout.cp - 1) * layer[0].tokens * (keys + values) * 2
     return max(0.0, moved / link_bytes_per_s(gpu, layout, layout.tp * layout.cp) - attention_s)
 
 
