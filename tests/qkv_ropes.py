@@ -7,7 +7,7 @@ from unittest.mock import Mock, patch
 
 import torch
 
-from gpt_pretrain.kernels import qkv_rope_triton
+from gpt_pretrain.kernels import qkv_cast_triton, qkv_rope_triton
 from gpt_pretrain.kernels.qkv_rope import HeadNorms, split_and_rotate
 from tests import emulated_training
 from tests.activation_casts import destination, share_that_differs
@@ -237,6 +237,6 @@ def share_of_cast_codes_that_differ(
             (exactly,) = torch.autograd.grad(split, mixed, [each.double() for each in gradients], retain_graph=True)
             expected = exactly.to(dtype).flatten(2).flatten(0, 1)
             into = destination(tuple(expected.shape), code_dtype, device, scale)
-            qkv_rope_triton.launch_rope_cast(gradients, angles, into, batch=shape.batch, num_groups=shape.groups)
+            qkv_cast_triton.launch_rope_cast(gradients, angles, into, batch=shape.batch, num_groups=shape.groups)
             shares.append(share_that_differs(into, expected, scale))
     return max(shares)

@@ -9,7 +9,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from gpt_pretrain.kernels import qkv_rope_triton
+from gpt_pretrain.kernels import qkv_cast_triton, qkv_rope_triton
 from gpt_pretrain.kernels.qkv_rope import split_and_rotate
 from tests.launching import gpu_environment, run_ranks
 from tests.qkv_ropes import (
@@ -105,7 +105,7 @@ def test_layers_train_as_with_separate_casts(precision, monkeypatch):
     curves, counts = {}, {}
     for cast in ("false", "true"):
         with (
-            patch.object(qkv_rope_triton, "launch_rope_cast", Mock(wraps=qkv_rope_triton.launch_rope_cast)) as launch,
+            patch.object(qkv_cast_triton, "launch_rope_cast", Mock(wraps=qkv_cast_triton.launch_rope_cast)) as launch,
             built_training(case, weights, *TE_BF16, f"fp8={precision}", f"model.qkv_cast_fusion={cast}") as training,
         ):
             curves[cast] = train_ours(training, 10)

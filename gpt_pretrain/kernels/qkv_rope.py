@@ -133,7 +133,7 @@ class _RotateAndCastBack(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, None, None]:
         from gpt_pretrain.kernels.activation_cast import allocate
-        from gpt_pretrain.kernels.qkv_rope_triton import launch_rope_cast
+        from gpt_pretrain.kernels.qkv_cast_triton import launch_rope_cast
 
         (angles,) = ctx.saved_tensors
         parts = _readable(gradients)
