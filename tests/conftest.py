@@ -6,7 +6,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -28,6 +28,7 @@ from gpt_pretrain.config.schema import Config
 from gpt_pretrain.launch.ranks import rank_zero_of, without_launcher
 from gpt_pretrain.rules.check import config_problems
 from tests.launching import REPOSITORY, SHARE_GPU
+from tests.platforms import H200, spec_of
 from tests.refusals import compose_quickly
 
 # A shell starts what runs in its background with Ctrl-C ignored, nohup with SIGHUP; what those start inherits it.
@@ -163,3 +164,18 @@ def broken_rules() -> Callable[..., list[str]]:
         return config_problems(compose_quickly(overrides), launch)
 
     return problems
+
+
+@pytest.fixture
+def check_excluded(broken_rules: Callable[..., list[str]]) -> Callable[..., None]:
+    """Asserts that settings exclude a fused kernel: true is refused, with their name, and null leaves it out."""
+
+    def check(key: str, run: Sequence[str], overrides: Sequence[str], named: str) -> None:
+        (message,) = broken_rules(*run, f"model.{key}=true", *overrides)
+        assert message.startswith(f"model.{key}=true ")
+        assert f" {named}: " in message
+        assert message.endswith("use null or false")
+        assert broken_rules(*run, *overrides) == []
+        assert not spec_of(compose_quickly([*run, *overrides]), H200).kernels.features[key]
+
+    return check

@@ -82,14 +82,9 @@ def test_the_kernels_interpreted_compute_what_torch_does():
         ),
     ],
 )
-def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(check_excluded, overrides, named):
     start = "model=llama3_8b", "data=mock", "model.num_layers=2"
-    (message,) = broken_rules(*start, ASKED, *overrides)
-    assert message.startswith("model.activation_cast_fusion=true ")
-    assert f" {named}: " in message
-    assert message.endswith("use null or false")
-    assert broken_rules(*start, *overrides) == []
-    assert not spec_of(compose_quickly([*start, *overrides]), H200).kernels.features["activation_cast_fusion"]
+    check_excluded("activation_cast_fusion", start, overrides, named)
 
 
 def test_one_layer_with_both_projections_in_fp8_is_enough(broken_rules):

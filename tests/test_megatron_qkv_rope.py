@@ -13,8 +13,6 @@ from tests.forked_runs import interpret_kernels
 from tests.platforms import H200, spec_of
 from tests.refusals import compose_quickly
 
-ASKED = "model.fused_single_qkv_rope=true"
-
 # Triton's interpreter rounds FP16 as GPUs do, and cuts BF16 off.
 INTERPRETED = """
 import torch
@@ -112,14 +110,8 @@ def test_what_the_kernel_would_read_wrongly_is_refused():
         (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )
-def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
-    start = "model=llama3_8b", "data=mock"
-    (message,) = broken_rules(*start, ASKED, *overrides)
-    assert message.startswith("model.fused_single_qkv_rope=true ")
-    assert f" {named}: " in message
-    assert message.endswith("use null or false")
-    assert broken_rules(*start, *overrides) == []
-    assert not spec_of(compose_quickly([*start, *overrides]), H200).kernels.features["fused_single_qkv_rope"]
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(check_excluded, overrides, named):
+    check_excluded("fused_single_qkv_rope", ("model=llama3_8b", "data=mock"), overrides, named)
 
 
 @pytest.mark.parametrize("model", ["qwen3_8b", "qwen3_30b_a3b"])
@@ -158,13 +150,8 @@ LLAMA = ("model=llama3_8b", "data=mock", "model.num_layers=2")
         ),
     ],
 )
-def test_the_cast_is_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
-    (message,) = broken_rules(*LLAMA, f"model.{CAST}=true", *overrides)
-    assert message.startswith(f"model.{CAST}=true ")
-    assert f" {named}: " in message
-    assert message.endswith("use null or false")
-    assert broken_rules(*LLAMA, *overrides) == []
-    assert not spec_of(compose_quickly([*LLAMA, *overrides]), H200).kernels.features[CAST]
+def test_the_cast_is_refused_beside_what_it_does_not_go_with_and_left_out_by_null(check_excluded, overrides, named):
+    check_excluded(CAST, LLAMA, overrides, named)
 
 
 def test_null_casts_with_the_kernel_that_rotates():

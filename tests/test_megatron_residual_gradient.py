@@ -130,13 +130,8 @@ def test_a_lost_gradient_is_found_at_the_next_forward_pass(calls, monkeypatch):
         (("model.cuda_graph_impl=local",), "model.cuda_graph_impl=local"),
     ],
 )
-def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(broken_rules, overrides, named):
-    (message,) = broken_rules(*LLAMA, ASKED, *overrides)
-    assert message.startswith(f"{ASKED} ")
-    assert f" {named}: " in message
-    assert message.endswith("use null or false")
-    assert broken_rules(*LLAMA, *overrides) == []
-    assert not spec_of(compose_quickly([*LLAMA, *overrides]), H200).kernels.features[KEY]
+def test_refused_beside_what_it_does_not_go_with_and_left_out_by_null(check_excluded, overrides, named):
+    check_excluded(KEY, LLAMA, overrides, named)
 
 
 def test_null_asks_for_it_in_transformer_engines_layers_on_hopper():
